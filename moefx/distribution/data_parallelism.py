@@ -16,12 +16,14 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_only
 
 from ..errors import InvalidInput, InvalidPlan
+from ..runtime.block_forward import find_rewritten_blocks
 from ..runtime.ranks.data_parallel_wrappers import DDP_IGNORED, RefuseDDP
 from ..runtime.ranks.sharding import format_mesh
 from ..runtime.ranks.staged_models import refuse_pipeline
 from ..runtime.ranks.state_dicts import ShardOnLoad, join_name
 from .data_axes import DataMeshes, choose_data_axes
 from .expert_layouts import find_expert_layouts
+from .pipelines.stage_split import find_layers
 from .training_wiring import SPREAD_MESH, SpreadMesh
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -79,7 +81,7 @@ def parallelize(
     meshes, policy = DataMeshes(mesh), mp_policy or MixedPrecisionPolicy()
     shard_others = functools.partial(fully_shard, mesh=meshes.build(axes), ignored_params=all_experts, mp_policy=policy)
     expert_mesh = meshes.build(expert_axes)
-    for layer in _find_layers(root, list(experts)):
+    for layer in _list_layers(root):
         shard_others(layer, reshard_after_forward=reshard_after_forward)
     shard_others(root, reshard_after_forward=None if reshard_after_forward else False)  # None: torch's choice for roots
     # FSDP averages over the ranks that reduce an expert's gradient. The rest of the mean are the ranks of the expert
@@ -159,7 +161,7 @@ def _check_parameters(model: nn.Module, experts: dict[str, set[nn.Parameter]]) -
             "compile a model around it, such as nn.Sequential(block)"
         )
     found: dict[nn.Parameter, tuple[nn.Module | None, str]] = {}
-    layers, blocks = set(_find_layers(model, list(experts))), {model.get_submodule(name) for name in experts}
+    layers, blocks = set(_list_layers(model)), {model.get_submodule(name) for name in experts}
     of_experts = {parameter for parameters in experts.values() for parameter in parameters}
 
     def visit(module: nn.Module, path: str, outer: nn.Module, block: nn.Module | None) -> None:
@@ -181,6 +183,14 @@ def _check_parameters(model: nn.Module, experts: dict[str, set[nn.Parameter]]) -
                 visit(child, join_name(path, name), outer, block)
 
     visit(model, "", model, None)
+
+
+def _list_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers that are gathered as one unit each: those around blocks, or all of a model without blocks."""
+    if blocks := list(find_rewritten_blocks(model)):
+        return _find_layers(model, blocks)
+    layers = model.get_submodule(find_layers(model)).children()
+    return [layer for layer in layers if next(layer.parameters(), None) is not None]
 
 
 def _find_layers(model: nn.Module, blocks: list[str]) -> list[nn.Module]:

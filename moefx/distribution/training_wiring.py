@@ -87,7 +87,10 @@ def prepare_training(compiled: nn.Module, axis: ExpertAxis, plan: Plan) -> None:
     vars(compiled)[GRADIENT_WATCH] = GradientWatch(compiled, expert_parameter_names(compiled), reductions, manual)
 
 
-def mark_as_spread(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
-    """Let `parallelize` take a model without MoE blocks, such as a pipeline stage of dense layers."""
-    reductions = build_reductions(mesh, resolve_expert_axes(mesh, plan.expert_axis), plan.sequence_axis)
-    vars(model)[SPREAD_MESH] = SpreadMesh(mesh, reductions)
+def mark_as_spread(model: nn.Module, mesh: DeviceMesh, expert_axes: tuple[str, ...], sequence_axis: str | None) -> None:
+    """Let `parallelize` take a model whose experts are not spread, such as a pipeline stage of dense layers.
+
+    Args:
+        expert_axes: the axes over which the experts of other stages are spread, () if all ranks hold all experts.
+    """
+    vars(model)[SPREAD_MESH] = SpreadMesh(mesh, build_reductions(mesh, expert_axes, sequence_axis))

@@ -31,6 +31,11 @@ class LocalPlatform:
     why: str
     is_known: bool = True
 
+    @property
+    def figures(self) -> str:
+        """Name of the platform whose figures are used."""
+        return self.platform.name if self.is_known else _NEUTRAL
+
 
 def find_local_platform(device_type: str, node: int | None = None) -> LocalPlatform:
     """Return the platform of this process.

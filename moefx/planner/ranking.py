@@ -7,9 +7,9 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import NothingFits, UnknownArchitecture, UnknownPlatform
 from ..ir.argument_binding import ExampleInputs
@@ -27,6 +27,11 @@ from .search import SearchResult, search_layouts
 from .simulation import SimulatedStep, simulate
 from .step_formulas import collect_values, find_step_sheet
 from .symbols import ExplainedFormulas, explain_formulas
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from ..distribution.pipelines.pipeline_model import Pipeline
 
 _MOST_SIZES = 9  # printed sizes of a reason
 
@@ -110,6 +115,45 @@ class Ranking:
             explain_formulas(MEMORY, "M_gpu", **layout.values(self.model, stage), M_fw=platform.overhead),
             explain_formulas(find_step_sheet(layout, platform, entry.experts_first), "MFU", **values),
         )
+
+    def build(
+        self,
+        index: int,
+        model: nn.Module,
+        loss_fn: Callable[[Tensor, Any], Tensor],
+        *,
+        example_inputs: ExampleInputs | None = None,
+        device_type: str | None = None,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        replicate_dense: bool = False,
+        **fields: Any,
+    ) -> Pipeline:
+        """Build an entry on the ranks of this job, for training with `Pipeline.step`. Collective: every rank calls it.
+
+        The mesh, the plan, the schedule, the micro-batches and ZeRO are the entry's. Stages have equal times by the
+        formulas, as far as the memory allows. `step` takes batches of the planned size only.
+
+        Args:
+            index: the entry's index, from 0.
+            model: the model of the ranking, not compiled; also on the meta device.
+            loss_fn, example_inputs, mp_policy: as for `moefx.pipeline`.
+            device_type: type of the mesh's devices. None: the model's, or "cuda" if available for a model on the meta
+                device.
+            replicate_dense: for an entry with SSMB: keep dense matrices whole on each rank of the axis "tp".
+            fields: fields of the plan that replace the entry's, such as `validation="symbolic"`.
+
+        Raises:
+            InvalidPlan: the job has another number of ranks; or moefx does not do what the entry says, such as tensor
+                parallelism of dense matrices.
+            InvalidInput: the model has other sizes than the ranking's, or cannot be cut into stages.
+            NothingFits, IndexError: see `__getitem__`.
+        """
+        from ..distribution.entry_builder import build_entry  # torch.distributed takes a while
+
+        return build_entry(
+            self, index, model, loss_fn, example_inputs=example_inputs, device_type=device_type, mp_policy=mp_policy,
+            replicate_dense=replicate_dense, fields=fields,
+        )  # fmt: skip
 
     def simulate(self, index: int = 0, *, skew: float = 0.0, seed: int = 0, stragglers: bool = True) -> SimulatedStep:
         """Simulate a step of an entry as events, beside its formulas (see `planner.simulation.simulate`)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import re
 from typing import Any, get_args
 
 import pytest
@@ -12,8 +13,9 @@ from torch import nn
 from torch.distributed.pipelining import schedules
 
 from moefx.distribution.pipelines.micro_batches import split_inputs, split_tree
-from moefx.distribution.pipelines.pipeline_schedules import KINDS, SIMULATED, order_stages
-from moefx.distribution.pipelines.stage_split import count_layers, find_layers, read_split, split_model
+from moefx.distribution.pipelines.pipeline_schedules import KINDS, SIMULATED, StageOrder, order_stages
+from moefx.distribution.pipelines.stage_sharding import settle_zero
+from moefx.distribution.pipelines.stage_split import count_layers, find_layer_keys, find_layers, read_split, split_model
 from moefx.errors import InvalidInput, InvalidPlan
 from moefx.planner.layout import Schedule
 
@@ -44,6 +46,41 @@ def test_a_split_decides_the_stages_of_a_rank():
     for name, num_stages in (("interleaved", 2), ("interleaved", 5), ("gpipe", 4)):
         with pytest.raises(InvalidPlan, match=f"split has {num_stages} stages"):
             order_stages(name, 2, 4, num_stages)
+
+
+def test_chunks_decide_the_stages_of_a_rank():
+    assert (
+        order_stages("interleaved", 2, 4, None, 3)
+        == order_stages("interleaved", 2, 4, 6)
+        == StageOrder("interleaved", 2, 3, 4)
+    )
+    for arguments, text in (
+        (("1f1b", 2, 4, None, 2), "chunks=2 makes 4 stages, and schedule='1f1b' takes 2"),
+        (("interleaved", 2, 4, 4, 3), "split has 4 stages, and chunks=3 makes 6"),
+        (("interleaved", 2, 4, None, 0), "chunks=0: expected a whole number"),
+    ):
+        with pytest.raises(InvalidPlan, match=re.escape(text)):
+            order_stages(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("data", "zero", "planned", "ranks", "found"),
+    [("fsdp", None, None, 4, 1), ("ddp", None, None, 4, 0), ("fsdp", None, 3, 4, 3), ("hsdp", 2, 2, 4, 2),
+     ("ddp", None, 0, 4, 0), ("fsdp", None, 3, 1, 0)],
+)  # fmt: skip
+def test_zero_follows_the_layout(data, zero, planned, ranks, found):
+    assert settle_zero(data, zero, planned, ranks, False) == found
+
+
+@pytest.mark.parametrize(
+    ("data", "zero", "planned", "splits", "text"),
+    [("fsdp", 0, None, False, "data='ddp' shares nothing"), ("ddp", 1, None, False, "change one of them"),
+     ("fsdp", 1, 2, False, "pass zero=2"), ("fsdp", None, 0, False, "pass data='ddp'"),
+     ("fsdp", 4, None, False, "expected 0, 1, 2, 3"), ("fsdp", 2, None, True, "delays those of weights")],
+)  # fmt: skip
+def test_sharding_that_contradicts_itself_is_refused(data, zero, planned, splits, text):
+    with pytest.raises(InvalidPlan, match=re.escape(text)):
+        settle_zero(data, zero, planned, 4, splits)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +126,7 @@ def test_what_a_split_may_be():
 def test_modules_outside_of_layers_belong_to_the_ends():
     model = Decoder("gated", None)
     assert find_layers(model) == "layers"
-    split = split_model(model, None, None, 2, EXAMPLE)
+    split = split_model(model, *find_layer_keys(model, None), (1, 1), "", EXAMPLE)
     assert split.owners == {"tokens": 0, "positions": 0, "norm": 1, "head": 1}  # the head is defined first
     assert split.list_units(0) == ["layers.0", "tokens", "positions"]
     hidden, _ = split.dry_run.run((torch.zeros(5, LENGTH, dtype=torch.long),), {})
@@ -111,6 +148,7 @@ class Small(nn.Module):
 
 
 def test_stages_without_parameters_are_refused():
-    assert split_model(Small(), None, (1, 2), 2, None).owners == {"embed": 0}
+    keys = find_layer_keys(Small(), None)
+    assert split_model(Small(), *keys, (1, 2), "", None).owners == {"embed": 0}
     with pytest.raises(InvalidInput, match="stage 1 would have no parameters"):
-        split_model(Small(), None, (1, 1, 1), 3, None)
+        split_model(Small(), *keys, (1, 1, 1), "", None)

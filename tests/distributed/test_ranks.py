@@ -150,6 +150,11 @@ def test_mistakes_with_pipelines_are_refused(four_ranks, case):
     four_ranks(*case)
 
 
+@for_each_case("build_cases")
+def test_entries_of_the_planner_run(four_ranks, case):
+    four_ranks(*case)
+
+
 @pytest.mark.exhaustive
 def test_pipelines_of_eight_ranks_train_as_one_device():
     launch(8, "tests.distributed.pipeline_training_cases", "pipelines_of_eight")

@@ -36,6 +36,24 @@ def split_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> 
     return split_tree((args, kwargs), batch, number, "an input"), batch
 
 
+def check_batch(args: tuple[Any, ...], kwargs: dict[str, Any], planned: tuple[int, int]) -> None:
+    """Check that a step has the batch that the planner counted on.
+
+    Args:
+        planned: sequences of a rank in a step, and tokens of a sequence.
+
+    Raises:
+        InvalidInput: the first tensor has another first or second dimension.
+    """
+    shape = next(leaf.shape for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim())
+    if tuple(shape[:2]) != planned[: len(shape)]:
+        raise InvalidInput(
+            f"the inputs of a step have the shape {list(shape)}, and the entry of the planner is for {planned[0]} "
+            f"sequences of {planned[1]} tokens on a rank: pass batches of this size, or rank layouts for yours with "
+            "moefx.plan(..., batch=, tokens=). pipe.planned_batch = None takes any"
+        )
+
+
 def split_tree(tree: Any, batch: int, number: int, what: str) -> list[Any]:
     """Cut the tensors in a tree along their first dimension.
 

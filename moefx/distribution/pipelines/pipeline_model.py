@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from ...errors import InvalidInput, MoefxError
 from ...runtime.ranks.data_parallel_wrappers import DDP_IGNORED, RefuseDDP
 from ...runtime.ranks.staged_models import STAGED
 from ...runtime.ranks.state_dicts import ShardOnLoad
-from .micro_batches import describe_inputs, split_inputs, split_tree
+from .micro_batches import check_batch, describe_inputs, split_inputs, split_tree
 from .pipeline_schedules import Stage, StageOrder, run_forwards
 from .stage_split import StageSplit, check_boundary
 from .stage_state import StageGroup
@@ -29,6 +29,8 @@ class Pipeline(nn.Module):
 
     Attributes:
         stages: the models of this rank's stages, by number.
+        cut_basis: the reason for the number of layers of each stage, for readers.
+        planned_batch: (sequences, tokens of a sequence) that `step` takes on a rank; None: any.
     """
 
     def __init__(self, model: nn.Module, stages: list[Stage], split: StageSplit, order: StageOrder, group: StageGroup):
@@ -40,6 +42,7 @@ class Pipeline(nn.Module):
         self._device = torch.device(group.mesh.device_type)
         if self._device.type == "cuda":
             self._device = torch.device("cuda", torch.cuda.current_device())
+        self.cut_basis, self.planned_batch = split.basis, cast("tuple[int, int] | None", None)
         self._seen: Any = None  # a description of the inputs that `_schedule` is built for
         self._schedule: Any = None
         own: dict[str, nn.Module] = {}
@@ -76,7 +79,7 @@ class Pipeline(nn.Module):
         """
         if not torch.is_grad_enabled():
             raise InvalidInput("step() trains, and gradients are disabled here: call pipe.evaluate(...) for the loss")
-        with self._prepared(inputs, kwargs, target, needs_target=True):
+        with self._prepared(inputs, kwargs, target, needs_target=True, trains=True):
             losses = {"target": torch.arange(self._order.microbatches)} if self._last is not None else {}
             self._schedule.step(**losses)
             return self._average_loss()
@@ -101,7 +104,7 @@ class Pipeline(nn.Module):
 
     @contextlib.contextmanager
     def _prepared(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, needs_target: bool
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, needs_target: bool, trains: bool = False
     ) -> Iterator[None]:
         """Give the stages their micro-batches, and take them away afterwards.
 
@@ -111,6 +114,8 @@ class Pipeline(nn.Module):
         calls, targets, error, seen = [], None, None, None
         try:
             calls, batch = split_inputs(args, kwargs, self._order.microbatches)
+            if trains and self.planned_batch is not None:
+                check_batch(args, kwargs, self.planned_batch)
             if needs_target and self._last is not None:
                 if target is None:
                     raise InvalidInput(
@@ -121,7 +126,7 @@ class Pipeline(nn.Module):
             if seen != self._seen:
                 boundary = check_boundary(self._split, *calls[0])
                 for stage in self._parts:
-                    stage.port.boundary = boundary
+                    stage.port.boundary = boundary.to(stage.sharding.find_hidden_dtype(boundary))
         except MoefxError as found:
             error = found
         if self._seen is None or seen not in (None, self._seen):
@@ -176,8 +181,8 @@ class Pipeline(nn.Module):
     def extra_repr(self) -> str:
         layers = " + ".join(map(str, self._split.counts))
         return (
-            f"schedule={self._order.name!r}, microbatches={self._order.microbatches}, {self._split.layers}: {layers}, "
-            f"stages here: {', '.join(map(str, self.stages))}"
+            f"schedule={self._order.name!r}, microbatches={self._order.microbatches}, {self._split.layers}: {layers} "
+            f"({self.cut_basis}), stages here: {', '.join(map(str, self.stages))}"
         )
 
 

@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
+import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..._plan import Plan
 from ...api import compile as compile_model
+from ...compiled_blocks import RECORD
 from ...errors import InvalidInput, InvalidPlan, NoMoEBlockFound
 from ...ir.argument_binding import ExampleInputs
+from ...planner.decision import Decision
 from ...runtime.block_forward import find_rewritten_blocks
-from ...runtime.ranks.sharding import format_mesh
+from ...runtime.ranks.sharding import format_mesh, resolve_expert_axes
 from ...runtime.ranks.staged_models import refuse_pipeline
-from ..data_parallelism import parallelize
 from ..training_wiring import mark_as_spread
 from .pipeline_model import Pipeline
-from .pipeline_schedules import Stage, order_stages
+from .pipeline_schedules import Stage, StageOrder, order_stages
 from .pipeline_stages import STAGES
 from .stage_modules import StagePort
-from .stage_split import Split, StageSplit, install_stage, read_split, reduce_to_stage, split_model
+from .stage_planning import choose_counts, decide_plan, read_model
+from .stage_sharding import AxisNames, DataLayout, StageSharding, count_data_ranks, recompute_layers, settle_zero
+from .stage_split import (
+    Split,
+    StageSplit,
+    count_layers,
+    find_layer_keys,
+    install_stage,
+    read_split,
+    reduce_to_stage,
+    split_model,
+)
 from .stage_state import StageGroup
 
 
@@ -31,11 +47,18 @@ def pipeline(
     model: nn.Module,
     mesh: DeviceMesh,
     *,
-    plan: Plan | None = None,
+    plan: Plan | str | None = None,
     loss_fn: Callable[[Tensor, Any], Tensor],
     schedule: str = "1f1b",
     microbatches: int,
+    chunks: int | None = None,
     split: Split = "auto",
+    data: DataLayout = "fsdp",
+    shard_axes: AxisNames = None,
+    replicate_axes: AxisNames = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    zero: int | None = None,
+    recompute: bool | None = None,
     example_inputs: ExampleInputs | None = None,
 ) -> Pipeline:
     """Cut a decoder into stages over the axis "pp" of a mesh. Each stage is compiled over the other axes, and sharded
@@ -48,40 +71,58 @@ def pipeline(
         model: the original model, not compiled. On the meta device, each rank allocates its own stages only, by
             `Pipeline.to_empty`.
         mesh: has an axis "pp". `compile` and `parallelize` use the other axes.
-        plan: as for `compile`, but without "auto". The plan of a planner's entry goes with the entry's schedule and
-            micro-batches.
+        plan: as for `compile`. `"auto"`: the planner decides for all stages together. The plan of a planner's entry
+            goes with the entry's schedule and micro-batches; `Ranking.build` passes all of them. With EP = 1 in its
+            layout every rank of a stage keeps all experts.
         loss_fn: `loss_fn(output, target)`: the mean loss of a micro-batch. `output` is the model's output if it is a
             tensor, else its field `logits`.
         schedule: "gpipe", "1f1b", "interleaved", "zb-h1", "zbv" or "dualpipev". "zb-h2" is simulated by the planner
             only.
         microbatches: the micro-batches of a step.
-        split: "auto": equal numbers of layers, with the embedding and the head as a layer each; or the name of the
-            list of layers with the number of layers of each stage, {"model.layers": [3, 5]}.
+        chunks: the stages of a rank. None: as many as `split` has, or the fewest that the schedule takes.
+        split: "auto": equal times, as the planner predicts them, or equal numbers of layers if it cannot read the
+            model; or the name of the list of layers with the number of layers of each stage, {"model.layers": [3, 5]}.
+        data, shard_axes, replicate_axes, mp_policy: as for `parallelize`, over the axes beside "pp".
+        zero: the states that the ranks of a stage share while a step runs, experts' states over the axes beside the
+            expert axis. 1: the optimizer's. 2: gradients too, reduced after each micro-batch. 3: parameters too,
+            gathered for each forward and backward. None: as in the plan's layout, else 1, or 0 with `data="ddp"`.
+        recompute: each layer keeps only its input, and runs again in the backward. None: as in the plan's layout, else
+            False.
         example_inputs: as for `compile`.
 
     Returns:
         A `Pipeline`: build the optimizer from its parameters, and call `step`.
 
     Raises:
-        InvalidPlan: the mesh has no axis "pp", or the schedule, the micro-batches or the split do not fit.
+        InvalidPlan: the mesh has no axis "pp"; or the schedule, the micro-batches, the split, or the sharding of the
+            stages do not fit.
         InvalidInput: the model cannot be cut into stages; the message has the line and the change that helps.
         NoMoEBlockFound: no block of any stage was rewritten.
     """
-    plan = _settle_layout(_check_call(model, mesh, plan, loss_fn), mesh, microbatches)
-    name, counts = read_split(split)
-    order = order_stages(schedule, mesh[STAGES].size(), microbatches, None if counts is None else len(counts))
+    plan, (name, counts) = _check_call(model, mesh, plan, loss_fn), read_split(split)
+    order = order_stages(schedule, mesh[STAGES].size(), microbatches, None if counts is None else len(counts), chunks)
+    sizes = {axis: mesh[axis].size() for axis in mesh.mesh_dim_names or () if axis != STAGES}
+    planned, data_ranks = dict(plan.layout or ()), count_data_ranks(sizes, plan)
+    zero = settle_zero(data, zero, planned.get("zero"), data_ranks, order.kind.splits_backward)
+    sharding = StageSharding(data, shard_axes, replicate_axes, mp_policy, zero)
+    sharding.check_ranks(math.prod(sizes.values()))
+    recompute = bool(planned.get("recompute")) if recompute is None else recompute
+    done = {**order.sizes, "recompute": int(recompute), "zero": zero if data_ranks > 1 else planned.get("zero", 0)}
+    plan = _settle_layout(plan, done)
     group = StageGroup(mesh, list(model.state_dict()))
-    cut = split_model(model, name, counts, order.num_stages, example_inputs)
+    cut, plan, decision = _plan_stages(model, mesh, plan, order, name, counts, example_inputs)
+    stage_mesh = mesh[tuple(sizes)] if sizes else None
     stages: list[Stage] = []
     missing: list[str] = []
     error: Exception | None = None
-    names = tuple(axis for axis in mesh.mesh_dim_names or () if axis != STAGES)
-    stage_mesh = mesh[names] if names else None
     try:
         for number in order.list_stages(mesh[STAGES].get_local_rank()):
             port = StagePort(number, number == cut.num_stages - 1, loss_fn, microbatches)
-            stage, why = _build_stage(model, cut, number, port, plan, stage_mesh, example_inputs)
-            stages.append(stage)
+            stage_model, why = _compile_stage(model, cut, number, plan, stage_mesh, example_inputs)
+            if decision is not None and RECORD in vars(stage_model):
+                vars(stage_model)[RECORD] = dataclasses.replace(vars(stage_model)[RECORD], planned=decision)
+            install_stage(stage_model, cut, number, port)
+            stages.append(Stage(number, stage_model, port, sharding))
             missing += [why] if why else []
     except Exception as found:
         error = found
@@ -89,19 +130,19 @@ def pipeline(
     # before process groups are made: ranks that made different numbers of them could make no further ones together
     if not any(group.raise_together(error, num_blocks)):
         raise NoMoEBlockFound(f"no stage of the pipeline has a block that was rewritten: {missing[0]}")
-    if stage_mesh is not None and stage_mesh.size() > 1:
-        try:
-            for stage in stages:
-                # Parameters stay gathered in a step: micro-batches in flight would gather them again and again, and
-                # torch finds the delayed gradients of weights by the parameters of the forward.
-                parallelize(stage.model, stage_mesh, reshard_after_forward=False)
-        except Exception as found:
-            error = found
-        group.raise_together(error, num_blocks)
+    try:
+        for stage in stages:
+            if stage_mesh is not None and stage_mesh.size() > 1:
+                sharding.shard(stage.model, stage_mesh)
+            if recompute:
+                recompute_layers(stage.model, cut.list_layers(stage.number))
+    except Exception as found:
+        error = found
+    group.raise_together(error, num_blocks)
     return Pipeline(model, stages, cut, order, group)
 
 
-def _check_call(model: nn.Module, mesh: DeviceMesh, plan: Plan | None, loss_fn: Any) -> Plan:
+def _check_call(model: nn.Module, mesh: DeviceMesh, plan: Plan | str | None, loss_fn: Any) -> Plan:
     """Check the arguments of `pipeline` that need no model, and return the plan."""
     if not isinstance(mesh, DeviceMesh) or STAGES not in (mesh.mesh_dim_names or ()):
         shown = format_mesh(mesh) if isinstance(mesh, DeviceMesh) and mesh.mesh_dim_names else repr(mesh)
@@ -109,12 +150,12 @@ def _check_call(model: nn.Module, mesh: DeviceMesh, plan: Plan | None, loss_fn: 
             f"the mesh ({shown}) has no axis {STAGES!r} for the stages: "
             'init_device_mesh(device, (stages, ranks), mesh_dim_names=("pp", "ep"))'
         )
-    plan = Plan() if plan is None else plan
-    if not isinstance(plan, Plan) or plan.is_undecided:
-        raise InvalidPlan(
-            f"pipeline(plan={plan!r}): the planner cannot decide for a stage alone. Pass a Plan without 'auto' for "
-            "checkpoint and expert_axis; moefx.plan ranks layouts with stages"
-        )
+    if plan is None:
+        plan = Plan()
+    if plan == "auto":
+        plan = Plan(expert_axis="auto", checkpoint="auto")
+    if not isinstance(plan, Plan):
+        raise InvalidPlan(f"pipeline(plan={plan!r}): expected a Plan, 'auto' or None")
     refuse_pipeline(model, "pipeline")
     if blocks := list(find_rewritten_blocks(model)):
         raise InvalidInput(
@@ -134,22 +175,23 @@ def _check_call(model: nn.Module, mesh: DeviceMesh, plan: Plan | None, loss_fn: 
     return plan
 
 
-def _settle_layout(plan: Plan, mesh: DeviceMesh, microbatches: int) -> Plan:
-    """Take out of a planner's layout what `pipeline` does: stages, micro-batches and ZeRO-1. `compile` checks the rest.
+def _settle_layout(plan: Plan, done: dict[str, int]) -> Plan:
+    """Take out of a planner's layout what `pipeline` does. `compile` checks the rest.
+
+    Args:
+        done: stages, micro-batches, the stage of ZeRO, and whether layers run again.
 
     Raises:
-        InvalidPlan: the layout has other stages or micro-batches.
+        InvalidPlan: the layout has other sizes.
     """
     counts = dict(plan.layout or ())
-    here = {"pp": mesh[STAGES].size(), "microbatches": microbatches}
-    for name, size in here.items():
+    for name, size in done.items():
         if counts.get(name, size) != size:
             raise InvalidPlan(
-                f"the planner's layout has {name}={counts[name]}, and pipeline was given {name}={size}: take "
-                "init_device_mesh(device_type, **entry.mesh), schedule=entry.layout.schedule and "
-                "microbatches=entry.layout.microbatches"
+                f"the planner's layout has {name}={counts[name]}, and pipeline was given {name}={size}: call "
+                "ranking.build(index, model, loss_fn), or take init_device_mesh(device_type, **entry.mesh), "
+                "schedule=entry.layout.schedule and microbatches=entry.layout.microbatches"
             )
-    done = {*here, *(["zero"] if counts.get("zero", 0) <= 1 else [])}
     return plan.replace(layout={name: size for name, size in counts.items() if name not in done} or None)
 
 
@@ -169,26 +211,59 @@ def _find_modules(function: Any) -> list[nn.Module]:
     return [value for value in values if isinstance(value, nn.Module)]
 
 
-def _build_stage(
+def _plan_stages(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Plan,
+    order: StageOrder,
+    name: str | None,
+    counts: tuple[int, ...] | None,
+    example_inputs: ExampleInputs | None,
+) -> tuple[StageSplit, Plan, Decision | None]:
+    """Cut a model into stages, and let the planner decide the fields that the plan leaves open. Collective.
+
+    Args:
+        name, counts: what `split` says of the layers, None for what it leaves open.
+
+    Returns:
+        The cut, the plan of this rank, and the planner's decision.
+    """
+    layers, keys = find_layer_keys(model, name)
+    basis, decision, reading = "as split says" if order.num_stages > 1 else "one stage", None, None
+    if plan.is_undecided or (counts is None and order.num_stages > 1):
+        reading = read_model(model, layers, keys, example_inputs, plan, mesh)
+    if counts is None and reading is not None:
+        counts, basis = choose_counts(reading, plan, mesh, order.num_stages)
+    elif counts is None:
+        counts = count_layers(len(keys), order.num_stages)
+    if plan.is_undecided and reading is not None:
+        decision = decide_plan(reading, counts, order.list_stages(mesh[STAGES].get_local_rank()), plan, mesh)
+        plan = decision.plan
+        if decision.warning:
+            warnings.warn(f"moefx: {decision.warning}", stacklevel=3)
+    return split_model(model, layers, keys, counts, basis, example_inputs), plan, decision
+
+
+def _compile_stage(
     model: nn.Module,
     cut: StageSplit,
     number: int,
-    port: StagePort,
     plan: Plan,
     mesh: DeviceMesh | None,
     example_inputs: ExampleInputs | None,
-) -> tuple[Stage, str]:
+) -> tuple[nn.Module, str]:
     """Compile a stage over its part of the mesh. Collective over the ranks of the stage.
 
     Returns:
-        The stage, and the reason if none of its blocks was rewritten.
+        The stage's model, and the reason if none of its blocks was rewritten.
     """
     reduced, why = reduce_to_stage(model, cut, number), ""
+    spreads = mesh is not None and dict(plan.layout or ()).get("ep") != 1
     try:
-        stage_model = compile_model(reduced, example_inputs, mesh=mesh, plan=plan)
+        stage_model = compile_model(reduced, example_inputs, mesh=mesh if spreads else None, plan=plan)
     except NoMoEBlockFound as error:  # a stage of dense layers
         stage_model, why = reduced, str(error)
-        if mesh is not None:
-            mark_as_spread(stage_model, mesh, plan)
-    install_stage(stage_model, cut, number, port)
-    return Stage(number, stage_model, port), why
+    if mesh is not None and (why or not spreads):
+        axes = resolve_expert_axes(mesh, plan.expert_axis) if spreads else ()
+        mark_as_spread(stage_model, mesh, axes, plan.sequence_axis)
+    return stage_model, why

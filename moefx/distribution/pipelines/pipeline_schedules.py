@@ -13,6 +13,7 @@ from torch.distributed.pipelining import schedules
 
 from ...errors import InvalidPlan
 from .stage_modules import StagePort
+from .stage_sharding import StageSharding, UnmanagedStage
 
 SIMULATED = "zb-h2"
 
@@ -49,11 +50,12 @@ KINDS = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stage:
-    """A stage of this rank: its number, its model, and the port of its stand-ins."""
+    """A stage of this rank: its number, its model, the port of its stand-ins, and how its data ranks share it."""
 
     number: int
     model: nn.Module
     port: StagePort
+    sharding: StageSharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +76,11 @@ class StageOrder:
     @property
     def kind(self) -> ScheduleKind:
         return KINDS[self.name]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of a planner's layout that a schedule sets."""
+        return {"pp": self.ranks, "microbatches": self.microbatches}
 
     @property
     def num_stages(self) -> int:
@@ -97,11 +104,14 @@ class StageOrder:
         return make(numbered[0] if is_single else numbered, self.microbatches, loss_fn=_return_loss, scale_grads=False)
 
 
-def order_stages(name: str, ranks: int, microbatches: int, num_stages: int | None) -> StageOrder:
+def order_stages(
+    name: str, ranks: int, microbatches: int, num_stages: int | None, chunks: int | None = None
+) -> StageOrder:
     """Lay a schedule over the ranks of a pipeline axis.
 
     Args:
         num_stages: the number of stages that the user's split has; None: as many as the schedule needs.
+        chunks: the stages of a rank; None: as many as `num_stages` implies.
 
     Raises:
         InvalidPlan: the schedule is unknown or only simulated, or does not take these stages or micro-batches.
@@ -119,24 +129,24 @@ def order_stages(name: str, ranks: int, microbatches: int, num_stages: int | Non
             f"schedule={name!r} delays gradients of weights, which torch {torch.__version__} cannot do for rewritten "
             "blocks: use torch 2.13 or later, or 'interleaved'"
         )
-    if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
-        raise InvalidPlan(f"microbatches={microbatches!r}: expected a whole number > 0")
-    chunks = kind.chunks
-    if num_stages is not None:
-        chunks, rest = divmod(num_stages, ranks)
-        if rest or chunks < kind.chunks or (chunks > kind.chunks and not kind.takes_several):
-            expected = (
-                f"a multiple of {ranks} from {ranks * kind.chunks}" if kind.takes_several else ranks * kind.chunks
-            )
-            raise InvalidPlan(
-                f"split has {num_stages} stages, and schedule={name!r} takes {expected} on {ranks} ranks of the "
-                "pipeline axis"
-            )
-    order = StageOrder(name, ranks, chunks, microbatches)
+    for what, number in (("microbatches", microbatches), ("chunks", 1 if chunks is None else chunks)):
+        if type(number) is not int or number < 1:
+            raise InvalidPlan(f"{what}={number!r}: expected a whole number > 0")
+    asked = f"split has {num_stages} stages" if chunks is None else f"chunks={chunks} makes {ranks * chunks} stages"
+    if num_stages is None:
+        num_stages = ranks * (kind.chunks if chunks is None else chunks)
+    elif chunks is not None and num_stages != ranks * chunks:
+        raise InvalidPlan(f"split has {num_stages} stages, and {asked} on {ranks} ranks: leave out one of them")
+    per_rank, rest = divmod(num_stages, ranks)
+    if rest or per_rank < kind.chunks or (per_rank > kind.chunks and not kind.takes_several):
+        expected = f"a multiple of {ranks} from {ranks * kind.chunks}" if kind.takes_several else ranks * kind.chunks
+        raise InvalidPlan(f"{asked}, and schedule={name!r} takes {expected} on {ranks} ranks of the pipeline axis")
+    order = StageOrder(name, ranks, per_rank, microbatches)
     least = order.num_stages if name in ("1f1b", "dualpipev") else 1
     if microbatches < least:
         raise InvalidPlan(
-            f"microbatches={microbatches}, and schedule={name!r} of {order.num_stages} stages takes {least} or more"
+            f"microbatches={microbatches}, and schedule={name!r} of {order.num_stages} stages takes {least} or more: "
+            "pass more, use schedule='gpipe', or build an entry with more micro-batches"
         )
     if name in ("interleaved", "zb-h1") and microbatches % ranks:
         raise InvalidPlan(
@@ -157,7 +167,7 @@ class NumberedStage(pipelining.PipelineStage):
         hidden = stage.port.make_hidden("meta", requires_grad=True)
         loss = torch.empty(1, dtype=torch.float64, device="meta", requires_grad=True)
         super().__init__(
-            stage.model,
+            UnmanagedStage(stage.model) if stage.sharding.reduces_microbatches else stage.model,
             stage.number,
             order.num_stages,
             device,

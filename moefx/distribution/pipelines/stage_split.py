@@ -30,6 +30,7 @@ class StageSplit:
         owners: for each module with parameters outside of the layers, the stage that it belongs to.
         shared: modules without parameters outside of the layers, which every stage has.
         dry_run: the model's skeleton.
+        basis: the reason for these numbers of layers, for readers.
     """
 
     layers: str
@@ -38,6 +39,7 @@ class StageSplit:
     owners: dict[str, int]
     shared: tuple[str, ...]
     dry_run: DryRun
+    basis: str
 
     @property
     def num_stages(self) -> int:
@@ -48,15 +50,18 @@ class StageSplit:
         begin = sum(self.counts[:stage])
         return begin, begin + self.counts[stage]
 
+    def list_layers(self, stage: int) -> list[str]:
+        """Return the names of the layers of a stage."""
+        begin, end = self.find_range(stage)
+        return [f"{self.layers}.{key}" for key in self.keys[begin:end]]
+
     def list_units(self, stage: int) -> list[str]:
         """Return the names of the layers and other modules whose parameters belong to a stage."""
-        begin, end = self.find_range(stage)
-        outer = [name for name, owner in self.owners.items() if owner == stage]
-        return [*(f"{self.layers}.{key}" for key in self.keys[begin:end]), *outer]
+        return [*self.list_layers(stage), *(name for name, owner in self.owners.items() if owner == stage)]
 
 
 def count_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Share out layers evenly over stages. The embedding and the head count as a layer each.
+    """Share out layers evenly over stages, if no times are predicted. The embedding and the head count as a layer each.
 
     Raises:
         InvalidPlan: there are fewer layers than stages.
@@ -120,14 +125,14 @@ def read_split(split: Any) -> tuple[str | None, tuple[int, ...] | None]:
     )
 
 
-def split_model(
-    model: nn.Module, name: str | None, counts: tuple[int, ...] | None, num_stages: int, example_inputs: Any
-) -> StageSplit:
-    """Choose the stages of a model.
+def find_layer_keys(model: nn.Module, name: str | None) -> tuple[str, tuple[str, ...]]:
+    """Return the name of the container of a decoder's layers, and the names of the layers in it.
+
+    Args:
+        name: the container's name according to `split`; None: find it.
 
     Raises:
-        InvalidPlan: `name` or `counts` do not fit the model.
-        InvalidInput: the model cannot be cut into stages.
+        InvalidPlan: there is no container of this name. InvalidInput: none is found.
     """
     layers = find_layers(model) if name is None else name
     try:
@@ -139,9 +144,21 @@ def split_model(
             f"split={{{layers!r}: ...}}: {type(model).__name__} has no list of modules of that name. Its layers seem "
             f"to be {find_layers(model)!r}"
         )
-    keys = tuple(key for key, _ in container.named_children())
-    if counts is None:
-        counts = count_layers(len(keys), num_stages)
+    return layers, tuple(key for key, _ in container.named_children())
+
+
+def split_model(
+    model: nn.Module, layers: str, keys: tuple[str, ...], counts: tuple[int, ...], basis: str, example_inputs: Any
+) -> StageSplit:
+    """Cut a model into stages of some numbers of layers.
+
+    Args:
+        layers, keys, counts, basis: see `StageSplit`.
+
+    Raises:
+        InvalidPlan: `counts` do not fit the model.
+        InvalidInput: the model cannot be cut into stages.
+    """
     if sum(counts) != len(keys):
         raise InvalidPlan(f"split={{{layers!r}: {list(counts)}}} has {sum(counts)} layers, the model {len(keys)}")
     outer = _list_outer_modules(model, layers)
@@ -151,7 +168,7 @@ def split_model(
     last = len(counts) - 1
     owners = {each: 0 if called.get(each, FIRST) == FIRST else last for each in with_parameters}
     shared = tuple(each for each in outer if each not in owners)
-    split = StageSplit(layers, keys, counts, owners, shared, dry_run)
+    split = StageSplit(layers, keys, counts, owners, shared, dry_run, basis)
     _check_parameters(model, split)
     return split
 
