@@ -19,17 +19,17 @@ def environment() -> dict[str, dict[str, str]]:
 
 
 def versions() -> dict[str, str]:
-    found = {"moefx": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    by_package = {"moefx": __version__, "python": platform.python_version(), "torch": torch.__version__}
     for package in ("sympy", "triton", "transformers", "numpy"):
         try:
-            found[package] = metadata.version(package)
+            by_package[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            by_package[package] = "not installed"
+    return by_package
 
 
 def devices() -> dict[str, str]:
-    found = {
+    description = {
         "platform": platform.platform(),
         "cpu": f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads in use",
         "accelerator": "none",
@@ -37,20 +37,20 @@ def devices() -> dict[str, str]:
     if torch.cuda.is_available():
         kind = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        found["accelerator"] = f"{kind}: {', '.join(names)}"
-    return found
+        description["accelerator"] = f"{kind}: {', '.join(names)}"
+    return description
 
 
 def providers() -> dict[str, str]:
     """Find the provider of each op for each device type and dtype, by running a tiny block."""
-    found = {}
+    by_device = {}
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
             ran = run_tiny_block(device, dtype)
-            found[f"{device} {str(dtype).removeprefix('torch.')}"] = ", ".join(
+            by_device[f"{device} {str(dtype).removeprefix('torch.')}"] = ", ".join(
                 f"{op}: {provider}" for op, provider in sorted(ran) if not op.endswith("_backward")
             )
-    return found
+    return by_device
 
 
 def run_tiny_block(device: str, dtype: torch.dtype) -> list[tuple[str, str]]:
@@ -81,11 +81,11 @@ def kernels() -> dict[str, str]:
     from .lowering.triton import autotune, tile_configs, tuning
 
     device = torch.device("cuda", torch.cuda.current_device())
-    found = {
+    choices = {
         name: tuning.find_nearest_config(name, device, torch.bfloat16, (2048, 2048, 1024))
         for name in tile_configs.KERNELS
     }
-    lines = {name: f"{chosen.text}; {why}" for name, (chosen, why, _) in found.items()}
+    lines = {name: f"{chosen.text}; {why}" for name, (chosen, why, _) in choices.items()}
     kept, seconds = autotune.read_cached_lines(tuning.gpu_name(device)), autotune.seconds_left()
     directory = _without_home(autotune.cache_directory())
     return lines | {"tuned here": f"{len(kept)} shapes ({directory}), {seconds:.0f} s for more in a process"}

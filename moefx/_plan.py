@@ -82,8 +82,8 @@ class Plan:
         zero: the stage of ZeRO, 0 to 3, by which you shard states (`fully_shard`: 3), if a field is `"auto"`. None:
             the lowest stage that fits.
         layout: sizes that the planner counted on (`Entry.plan`), as pairs or a dict: "pp", "tp", "ep", "zero",
-            "microbatches", "recompute". `compile` raises if the mesh has other sizes, or if it would not do what an
-            entry asks for. Sizes that are left out are not checked.
+            "microbatches", "recompute". `compile` raises if the mesh has other sizes, or if the entry needs a step
+            that `compile` does not perform, such as tensor parallelism. Sizes that are left out are not checked.
 
     Attributes: Checks
         validation: `"symbolic"` proves the rewrite on abstract tensors under several routings; `"numeric"` also runs
@@ -210,13 +210,13 @@ class Plan:
         return dataclasses.replace(self, **changes)
 
 
-def _parse_layout(given: Any) -> tuple[tuple[str, int], ...]:
+def _parse_layout(layout: Any) -> tuple[tuple[str, int], ...]:
     try:
-        pairs = tuple((name, size) for name, size in (given.items() if isinstance(given, dict) else given))
+        pairs = tuple((name, size) for name, size in (layout.items() if isinstance(layout, dict) else layout))
     except (TypeError, ValueError):
-        pairs = ((given, None),)
+        pairs = ((layout, None),)
     if not all(isinstance(name, str) and type(size) is int for name, size in pairs):
-        raise InvalidPlan(f"Plan(layout={given!r}): expected sizes by name, {{'pp': 2, 'ep': 8}} for example, or None")
+        raise InvalidPlan(f"Plan(layout={layout!r}): expected sizes by name, {{'pp': 2, 'ep': 8}} for example, or None")
     return pairs
 
 

@@ -148,21 +148,21 @@ def explain(
     Raises:
         InvalidPlan: as in `compile`. CaptureError, InvalidInput: the model does not run on the example.
     """
-    given: Any = model
-    if is_compiled_function(given):
-        record, forwards = find_graph_regions(given)
-        return _explain_record(given.__name__, record or Record((), (), 0.0), forwards, trace, verbose)
-    model = unwrap_model(given)
+    target: Any = model
+    if is_compiled_function(target):
+        record, forwards = find_graph_regions(target)
+        return _explain_record(target.__name__, record or Record((), (), 0.0), forwards, trace, verbose)
+    model = unwrap_model(target)
     refuse_pipeline(model, "explain")
     record = vars(model).get(RECORD)
     if record is None and example_inputs is None:
-        record = UNCHANGED.get(model) or find_graph_regions(given)[0]
+        record = UNCHANGED.get(model) or find_graph_regions(target)[0]
     if record is not None:
         if record.gradients:  # torch.distributed is loaded
             from .distribution.training_wiring import SPREAD_MESH
 
             record = dataclasses.replace(record, gradients=vars(model)[SPREAD_MESH].parallelized or record.gradients)
-        return _explain_record(type(model).__name__, record, find_forwards(given), trace, verbose)
+        return _explain_record(type(model).__name__, record, find_forwards(target), trace, verbose)
     with report_progress("moefx.explain"):
         proven = prove_model(model, example_inputs, _check_plan(plan, mesh), mesh)
     preview = preview_programs(model, proven)
@@ -185,22 +185,22 @@ def _explain_record(
     """Return the explanation of a compiled model: its record, with the calls and the later programs of its blocks."""
     reports = []
     for report in record.matched:
-        own = [forwards[n] for n in report.names if n in forwards]
-        counts = [forward.counts for forward in own]
+        block_forwards = [forwards[n] for n in report.names if n in forwards]
+        counts = [forward.counts for forward in block_forwards]
         calls = (
             sum(c.rewritten for c in counts),
             sum(c.original for c in counts),
             sum(c.guard_failures for c in counts),
         )
-        notes = {f"{reason}" for forward in own for reason in forward.refusals.values() if reason}
+        notes = {f"{reason}" for forward in block_forwards for reason in forward.refusals.values() if reason}
         notes |= {f"guard failed: {c.last_failed_guard}" for c in counts if c.last_failed_guard}
         also = dict.fromkeys(
-            p.describe_difference(forward.programs[0]) for forward in own for p in forward.programs[1:]
+            p.describe_difference(forward.programs[0]) for forward in block_forwards for p in forward.programs[1:]
         )
         notes = (*report.notes, *sorted(notes))
         reports.append(dataclasses.replace(report, calls=calls, notes=notes, also_for=tuple(also)))
-    more = {"planned": record.planned, "gradients": record.gradients, "trace": trace, "verbose": verbose}
-    return Explanation(name, tuple(reports), record.refused, record.seconds, _count_providers(), **more)
+    options = {"planned": record.planned, "gradients": record.gradients, "trace": trace, "verbose": verbose}
+    return Explanation(name, tuple(reports), record.refused, record.seconds, _count_providers(), **options)
 
 
 # ---------------------------------------------------------------------- pieces of compile
@@ -217,9 +217,9 @@ def _check_plan(plan: Plan | str | None, mesh: Any) -> Plan:
     if plan == "auto":
         return Plan(expert_axis="auto", checkpoint="auto")
     if not isinstance(plan, Plan):
-        what = repr(plan) if isinstance(plan, str) else f"a {type(plan).__name__}"
+        shown = repr(plan) if isinstance(plan, str) else f"a {type(plan).__name__}"
         advice = ": pass its plan()" if hasattr(plan, "plan") else ""
-        raise InvalidPlan(f"plan is {what}; expected a moefx.Plan, 'auto' or None{advice}")
+        raise InvalidPlan(f"plan is {shown}; expected a moefx.Plan, 'auto' or None{advice}")
     check_effects(plan, mesh)
     check_layout(plan, mesh)
     check_passes(plan)
@@ -230,10 +230,7 @@ def _describe_refusals(model: nn.Module, survey: Survey) -> str:
     """Return the message of `NoMoEBlockFound`."""
     head = f"no MoE block was found in {type(model).__name__}"
     if not survey.refused:
-        return (
-            f"{head}: no submodules of one kind, and no slices of a stacked parameter, could each be for some "
-            "tokens only"
-        )
+        return f"{head}: no list of equal submodules and no stacked parameter is applied to only some of the tokens"
     return head + ". These look like one and were refused:\n  " + "\n  ".join(map(str, merge_refusals(survey.refused)))
 
 

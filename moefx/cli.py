@@ -242,7 +242,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     if arguments.skew and arguments.simulate is None:
         raise UsageError("--skew needs a simulation: pass --simulate N, too")
     model: Any = arguments.model
-    more: dict[str, Any] = dict(
+    options: dict[str, Any] = dict(
         batch=arguments.batch, tokens=arguments.tokens, schedules=arguments.schedules.replace(" ", "").split(",")
     )
     if model.lower() not in MODELS and Path(model).exists():
@@ -250,8 +250,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
         model = load_config(model)
     elif ":" in model:
-        model, more["example_inputs"] = load(model, "meta")
-    ranking = plan(model, arguments.platform, arguments.gpus, **more)
+        model, options["example_inputs"] = load(model, "meta")
+    ranking = plan(model, arguments.platform, arguments.gpus, **options)
     is_page = arguments.page is not None or not (arguments.no_page or arguments.explain or arguments.simulate)
     if not len(ranking):
         arguments.explain = arguments.simulate = None  # `shown` prints the reasons instead

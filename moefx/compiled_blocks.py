@@ -97,8 +97,8 @@ def graph(compiled: nn.Module, name: str, *, after: str | None = None) -> BlockG
     Raises:
         MoefxError: no rewritten block has this name. NoSuchPass: no such pass ran on it.
     """
-    found = history(compiled, name)
-    return found.graph if after is None else found[after].graph
+    graphs = history(compiled, name)
+    return graphs.graph if after is None else graphs[after].graph
 
 
 def history(compiled: nn.Module, name: str) -> History:
@@ -114,31 +114,31 @@ def history(compiled: nn.Module, name: str) -> History:
             "backend='moefx' after its first call"
         )
     by_region = {forward.name: forward for forward in forwards.values()}  # `explain` names the regions of a graph so
-    found = forwards.get(name) or by_region.get(name)
-    if found is None:
+    block_forward = forwards.get(name) or by_region.get(name)
+    if block_forward is None:
         raise MoefxError(f"no rewritten block {name!r}; there is {', '.join(quote_name(n) for n in forwards)}")
-    return found.programs[0].history
+    return block_forward.programs[0].history
 
 
-def find_forwards(given: nn.Module) -> dict[str, BlockForward]:
+def find_forwards(target: nn.Module) -> dict[str, BlockForward]:
     """Return the rewritten blocks of a model. If it was compiled with `backend="moefx"`, also the regions of its
     graphs."""
-    if is_compiled_function(given):
-        return find_graph_regions(given)[1]
-    own = find_rewritten_blocks(model := unwrap_model(given))
+    if is_compiled_function(target):
+        return find_graph_regions(target)[1]
+    blocks = find_rewritten_blocks(model := unwrap_model(target))
     # A result of `moefx.compile` shares weights with its original, which torch may have compiled, too.
-    return own if own and given is model else {**find_graph_regions(given)[1], **own}
+    return blocks if blocks and target is model else {**find_graph_regions(target)[1], **blocks}
 
 
-def is_compiled_function(given: Any) -> bool:
+def is_compiled_function(target: Any) -> bool:
     """Return whether `torch.compile` returned this for a function."""
-    return inspect.isfunction(given) and hasattr(given, "_torchdynamo_orig_callable")
+    return inspect.isfunction(target) and hasattr(target, "_torchdynamo_orig_callable")
 
 
-def find_graph_regions(given: Any) -> tuple[Record | None, dict[str, BlockForward]]:
+def find_graph_regions(target: Any) -> tuple[Record | None, dict[str, BlockForward]]:
     """Return the record and the regions of a model or function that was compiled with `backend="moefx"`."""
     backend = sys.modules.get("moefx.frontends.dynamo.backend")  # Dynamo loads it on first use
-    return backend.compiled_for(given) if backend is not None else (None, {})
+    return backend.compiled_for(target) if backend is not None else (None, {})
 
 
 def unwrap_model(model: Any) -> nn.Module:
@@ -148,6 +148,6 @@ def unwrap_model(model: Any) -> nn.Module:
         InvalidInput: not a module.
     """
     if not isinstance(model, nn.Module):
-        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-        raise InvalidInput(f"expected a model, an instance of nn.Module; got {what}")
+        shown = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise InvalidInput(f"expected a model, an instance of nn.Module; got {shown}")
     return getattr(model, "_orig_mod", model)

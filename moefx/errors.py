@@ -105,8 +105,8 @@ class Refused(MoefxError):
     ):
         self.reason, self.culprits, self.source, self.remedy, self.cause = reason, culprits, source, remedy, cause
         where = f" ({source})" if source else ""
-        what = f" [{', '.join(culprits)}]" if culprits else ""
-        super().__init__(f"{reason}{what}{where}" + (f". {remedy}" if remedy else ""))
+        names = f" [{', '.join(culprits)}]" if culprits else ""
+        super().__init__(f"{reason}{names}{where}" + (f". {remedy}" if remedy else ""))
 
 
 def summarize_error(error: BaseException) -> str:

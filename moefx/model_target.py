@@ -84,7 +84,7 @@ def load(spec: str, device: str | None = None) -> Target:
     return Target(model, inputs)
 
 
-def _raise_failure(what: str, error: BaseException) -> NoReturn:
+def _raise_failure(action: str, error: BaseException) -> NoReturn:
     """Raise a `UsageError` of one line: the error, with the last line of the user's code in its traceback."""
     frames = [
         frame
@@ -92,7 +92,7 @@ def _raise_failure(what: str, error: BaseException) -> NoReturn:
         if frame.filename != __file__ and "site-packages" not in frame.filename and frame.filename[0] != "<"
     ]
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    raise UsageError(f"{what}: {type(error).__name__}: {error}{where}") from error
+    raise UsageError(f"{action}: {type(error).__name__}: {error}{where}") from error
 
 
 def _suggest_attribute(module: Any, name: str) -> str:

@@ -79,7 +79,7 @@ class Machine:
         return f"{os.cpu_count()} cores, {torch.get_num_threads()} threads of a rank"
 
     @property
-    def capacity(self) -> float:
+    def memory_bytes(self) -> float:
         """Bytes of a GPU's memory, or of a local rank's part of the machine's memory."""
         if self.device.type == "cuda":
             return float(torch.cuda.get_device_properties(self.device).total_memory)
@@ -99,12 +99,12 @@ class Machine:
         if self.device.type == "cuda":
             settle(work, 0.1)  # the first call also tunes
             return milliseconds(work, self.repeats) / 1e3
-        found = []
+        durations = []
         for _ in range(self.repeats + 2):
             begin = time.perf_counter()
             work()
-            found.append(time.perf_counter() - begin)
-        return statistics.median(found[2:])
+            durations.append(time.perf_counter() - begin)
+        return statistics.median(durations[2:])
 
     def random(self, *size: int) -> Tensor:
         return torch.randn(size, device=self.device).to(self.dtype)
@@ -134,7 +134,7 @@ class Machine:
     @functools.cached_property
     def copy(self) -> float:
         """Bytes a second, read and written together, of a copy larger than the caches."""
-        size = min(2**28, int(self.capacity / 64))
+        size = min(2**28, int(self.memory_bytes / 64))
         a = torch.ones(size, device=self.device)
         b = torch.empty_like(a)
         return 2 * a.numel() * a.element_size() / self.seconds(lambda: b.copy_(a))
@@ -142,14 +142,14 @@ class Machine:
     @functools.cached_property
     def shapes(self) -> list[Shape]:
         """Shapes of all kinds of experts, reduced to the device, without duplicates."""
-        found = []
+        shapes = []
         for T, d, h, E, K in _EXPERTS:
             while 18 * T * K * d * h > self.most_flop and T > 128:
                 T //= 2
             while 3 * E * d * h * self.dtype.itemsize > self.copy * _LONGEST and E > K:
                 E //= 2
-            found.append(Shape(f"{T}x{d}x{h}x{E}x{K}", T, d, h, E, K))
-        return list(dict.fromkeys(found))
+            shapes.append(Shape(f"{T}x{d}x{h}x{E}x{K}", T, d, h, E, K))
+        return list(dict.fromkeys(shapes))
 
     def time_expert(self, shape: Shape) -> Iterator[ExpertTime]:
         """Time the experts of a shape: forward, and forward with backward."""
@@ -161,8 +161,8 @@ class Machine:
     @functools.cached_property
     def most_flop(self) -> float:
         """FLOP in `_LONGEST` seconds, at the rate of a large square product."""
-        size, found = 512, self.time_gemm(512, 512, 512)
-        while found.seconds < 1e-3 and size < 8192:
+        size, gemm = 512, self.time_gemm(512, 512, 512)
+        while gemm.seconds < 1e-3 and size < 8192:
             size *= 2
-            found = self.time_gemm(size, size, size)
-        return found.flop / found.seconds * _LONGEST
+            gemm = self.time_gemm(size, size, size)
+        return gemm.flop / gemm.seconds * _LONGEST

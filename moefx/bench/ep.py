@@ -50,8 +50,10 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.router(x).float().softmax(-1).topk(self.shape.K)
-        every = torch.einsum("esh,edh->sed", activation(self.shape, torch.einsum("sd,ehd->esh", x, self.up)), self.down)
-        rows = every.gather(1, chosen[..., None].expand(*chosen.shape, x.shape[-1]))
+        outputs = torch.einsum(
+            "esh,edh->sed", activation(self.shape, torch.einsum("sd,ehd->esh", x, self.up)), self.down
+        )
+        rows = outputs.gather(1, chosen[..., None].expand(*chosen.shape, x.shape[-1]))
         out = (rows * weights[..., None].to(x.dtype)).sum(1)
         return out if self.shared is None else out + self.shared(x)
 
@@ -118,9 +120,9 @@ class Step:
             self()
             torch.cuda.synchronize()
         events: Iterable[Any] = profile.events() or ()
-        found = [e for e in events if e.device_type.name == "CUDA" and not e.is_user_annotation]
-        first = min(e.time_range.start for e in found)
-        spans = [(e.name, (e.time_range.start - first) / 1e3, (e.time_range.end - first) / 1e3) for e in found]
+        kernels = [e for e in events if e.device_type.name == "CUDA" and not e.is_user_annotation]
+        first = min(e.time_range.start for e in kernels)
+        spans = [(e.name, (e.time_range.start - first) / 1e3, (e.time_range.end - first) / 1e3) for e in kernels]
         return sorted(spans, key=lambda span: span[1])
 
 
@@ -167,13 +169,13 @@ def _is_exchange(name: str) -> bool:
 
 
 def _merge_spans(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    found: list[tuple[float, float]] = []
+    merged: list[tuple[float, float]] = []
     for begin, end in sorted(spans):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         else:
-            found.append((begin, end))
-    return found
+            merged.append((begin, end))
+    return merged
 
 
 def _total_length(spans: list[tuple[float, float]]) -> float:
@@ -214,50 +216,50 @@ def build_steps(shape: Shape, mesh: DeviceMesh, ways: Sequence[str], shared: boo
     """
     torch.manual_seed(0)
     layer, example = Layer(shape, shared), (torch.zeros(64, shape.d, device="cuda", dtype=torch.bfloat16),)
-    found = {}
+    steps = {}
     for way in ways:
         begin = time.perf_counter()
-        given: dict[str, Any] = {}
+        fields_of_plan: dict[str, Any] = {}
         name, _, captured = way.partition("+")
         is_captured = captured == "graph"
         if name != "one":
             dispatch, *fields = name.split(",")
-            given = dict(dispatch=dispatch, node_size=node_size)
+            fields_of_plan = dict(dispatch=dispatch, node_size=node_size)
             for name, _, value in (field.partition("=") for field in fields):
-                given[name] = int(value) if value.isdigit() else (value,)
-        plan = moefx.Plan(validation="symbolic", **given)
-        compiled = moefx.compile(layer, mesh=mesh if given else None, plan=plan, example_inputs=example)
-        found[way] = (CapturedStep if is_captured else Step)(compiled, shape)
-        found[way].prepare(1)
-        found[way]()
+                fields_of_plan[name] = int(value) if value.isdigit() else (value,)
+        plan = moefx.Plan(validation="symbolic", **fields_of_plan)
+        compiled = moefx.compile(layer, mesh=mesh if fields_of_plan else None, plan=plan, example_inputs=example)
+        steps[way] = (CapturedStep if is_captured else Step)(compiled, shape)
+        steps[way].prepare(1)
+        steps[way]()
         torch.cuda.synchronize()
         if dist.get_rank() == 0:
             print(f"{shape.name} {way}: ready after {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
-    return found
+    return steps
 
 
-def output_errors(found: dict[str, Step]) -> dict[str, float]:
+def output_errors(steps: dict[str, Step]) -> dict[str, float]:
     """Relative difference of each way's output to the first way's, on the same tokens."""
-    first, *_ = found.values()
+    first, *_ = steps.values()
     x = torch.randn((first.shape.T, first.shape.d), device="cuda", dtype=torch.bfloat16, generator=first.generator)
     want = first.output(x)
-    return {way: float((step.output(x) - want).norm() / want.norm()) for way, step in found.items()}
+    return {way: float((step.output(x) - want).norm() / want.norm()) for way, step in steps.items()}
 
 
-def measure(found: dict[str, Step]) -> dict[str, dict[str, Any]]:
-    wrong = output_errors(found)
-    times: dict[str, list[float]] = {way: [] for way in found}
+def measure(steps: dict[str, Step]) -> dict[str, dict[str, Any]]:
+    wrong = output_errors(steps)
+    times: dict[str, list[float]] = {way: [] for way in steps}
     for i in range(_WARM_UP + _ROUNDS):  # in turns
-        for way, step in found.items():
+        for way, step in steps.items():
             ms = step.ms()
             if i >= _WARM_UP:
                 times[way].append(ms)
     rows = {}
-    for way, step in found.items():
+    for way, step in steps.items():
         torch.cuda.reset_peak_memory_stats()
         kernels = step.kernels()
-        more = {"error": wrong[way], "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
-        rows[way] = {"ms": statistics.median(times[way]), **overlap_times(kernels), **more, "kernels": kernels}
+        extra = {"error": wrong[way], "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+        rows[way] = {"ms": statistics.median(times[way]), **overlap_times(kernels), **extra, "kernels": kernels}
     return rows
 
 
@@ -285,9 +287,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     mesh = init_device_mesh("cuda", (world,), mesh_dim_names=("ep",))
     for shape in options.shapes:
         shape = dataclasses.replace(shape, T=options.tokens)
-        found = build_steps(shape, mesh, options.ways.split(), options.shared, options.node_size)
-        rows = measure(found)
-        found.clear()  # a captured graph keeps its communicator: the process group could not end
+        steps = build_steps(shape, mesh, options.ways.split(), options.shared, options.node_size)
+        rows = measure(steps)
+        steps.clear()  # a captured graph keeps its communicator: the process group could not end
         slowest = torch.tensor([row["ms"] for row in rows.values()], device="cuda")
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         if dist.get_rank():

@@ -62,10 +62,10 @@ def build_model(system: str, layers: int) -> torch.nn.Module:
 
 def list_kernels(events: Iterable[Any]) -> list[dict[str, Any]]:
     """List name, ms and calls of each kernel in a profile, the longest first."""
-    found = [e for e in events if e.device_type.name == "CUDA" and e.self_device_time_total > 0]
-    found = [e for e in found if not e.is_user_annotation]  # the optimizer's range around its kernels
-    found.sort(key=lambda e: -e.self_device_time_total)
-    return [dict(kernel=e.key[:120], ms=e.self_device_time_total / 1e3, calls=e.count) for e in found]
+    kernels = [e for e in events if e.device_type.name == "CUDA" and e.self_device_time_total > 0]
+    kernels = [e for e in kernels if not e.is_user_annotation]  # the optimizer's range around its kernels
+    kernels.sort(key=lambda e: -e.self_device_time_total)
+    return [dict(kernel=e.key[:120], ms=e.self_device_time_total / 1e3, calls=e.count) for e in kernels]
 
 
 def measure(system: str, steps: int, layers: int, batch: int, length: int, has_profile: bool = False) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def measure(system: str, steps: int, layers: int, batch: int, length: int, has_p
         first = first or time.perf_counter() - started
         losses.append(loss.item())
         peak = torch.cuda.max_memory_allocated() - held
-    ms, host_ms = (statistics.median(each[steps // 2 :]) for each in (times, hosts))
+    ms, host_ms = (statistics.median(values[steps // 2 :]) for values in (times, hosts))
     row = dict(system=system, tokens=batch * length, ms=ms, host_ms=host_ms, first_step_s=first)
     row |= dict(peak_gib=peak / 2**30, losses=losses)
     if has_profile:

@@ -32,7 +32,7 @@ class RepeatedExchange:
     """One size of message at one level.
 
     Attributes:
-        what: "all_to_all", or "p2p" for sends to the next rank of the level.
+        kind: "all_to_all", or "p2p" for sends to the next rank of the level.
         level: name of the level.
         ranks: ranks of a group.
         unit: ranks of a unit of the level.
@@ -41,7 +41,7 @@ class RepeatedExchange:
         seconds: seconds of each repetition, on the slowest rank of all groups.
     """
 
-    what: str
+    kind: str
     level: str
     ranks: int
     unit: int
@@ -54,12 +54,12 @@ class RepeatedExchange:
         return statistics.median(self.seconds)
 
     def __str__(self) -> str:
-        found = sorted(self.seconds)
-        late = sum(s > 2 * self.median for s in found) / len(found)
+        ascending = sorted(self.seconds)
+        late = sum(s > 2 * self.median for s in ascending) / len(ascending)
         return (
-            f"{self.what:11}{self.level:9}{self.ranks:4} ranks {amount(self.num_bytes, 'B'):>10}  "
+            f"{self.kind:11}{self.level:9}{self.ranks:4} ranks {amount(self.num_bytes, 'B'):>10}  "
             f"{1e3 * self.median:9.3f} ms  {self.num_bytes / self.median / 1e9:8.2f} GB/s  "
-            f"max {found[-1] / self.median:6.2f}x  {late:5.1%} beyond 2x"
+            f"max {ascending[-1] / self.median:6.2f}x  {late:5.1%} beyond 2x"
         )
 
 
@@ -71,11 +71,11 @@ def list_levels(device: torch.device, node_size: int, above: Sequence[int]) -> l
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("ep",))
     axis = ExpertAxis(mesh, mesh, node_size, above)
-    found, units = [], 1
+    levels, units = [], 1
     for level in reversed(axis.levels):
         units *= level.size
-        found.append((level, units))
-    return found
+        levels.append((level, units))
+    return levels
 
 
 def measure_level(
@@ -89,13 +89,13 @@ def measure_level(
         longest: limit of seconds for a size, which reduces repetitions. Larger sizes are skipped if few repetitions
             remain, but at least two sizes are timed, because latency and bandwidth need two.
     """
-    for what in (_all_to_all, _p2p):
+    for prepare in (_all_to_all, _p2p):
         times = repeats
         for count, num_bytes in enumerate(SIZES, 1):
             size = max(num_bytes // level.size, 1) * level.size
-            leaving, work = what(level, device, size)
+            leaving, work = prepare(level, device, size)
             seconds = _time_repeatedly(work, device, times)
-            name = what.__name__.strip("_")
+            name = prepare.__name__.strip("_")
             yield RepeatedExchange(name, level.axis, level.size, unit, unit <= node, leaving, seconds)
             times = min(times, int(longest / (4 * statistics.median(seconds))))
             if times < _LEAST and count > 1:
@@ -130,9 +130,9 @@ def _all_to_all(level: TopologyLevel, device: torch.device, size: int) -> tuple[
 
 def _p2p(level: TopologyLevel, device: torch.device, size: int) -> tuple[float, Callable[[], object]]:
     group = get_group(level.group)
-    ranks, own = dist.get_process_group_ranks(group), dist.get_rank(group)
+    ranks, position = dist.get_process_group_ranks(group), dist.get_rank(group)
     sent, received = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
-    after, before = ranks[(own + 1) % level.size], ranks[own - 1]
+    after, before = ranks[(position + 1) % level.size], ranks[position - 1]
 
     def work() -> None:
         # receives first, as in exchanges of rows
@@ -148,7 +148,7 @@ def _time_repeatedly(work: Callable[[], object], device: torch.device, repeats: 
     for _ in range(_WARM_UP):
         work()
     dist.barrier()
-    found = []
+    durations = []
     if device.type == "cuda":
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
         marks[0].record()
@@ -156,13 +156,13 @@ def _time_repeatedly(work: Callable[[], object], device: torch.device, repeats: 
             work()
             mark.record()
         torch.cuda.synchronize()
-        found = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
+        durations = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
     else:
         for _ in range(repeats):
             dist.barrier()  # as in a step, let the sockets' queues drain between exchanges
             begin = time.perf_counter()
             work()
-            found.append(time.perf_counter() - begin)
-    slowest = torch.tensor(found, dtype=torch.float64, device=device)
+            durations.append(time.perf_counter() - begin)
+    slowest = torch.tensor(durations, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return slowest.tolist()

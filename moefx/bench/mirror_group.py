@@ -39,8 +39,8 @@ class MirrorGroup(dist.ProcessGroup):
         common = min(len(rows), len(output))
         if common < len(output):  # in a second hop the numbers of sent and received rows differ a little
             output[common:].zero_()
-        own = sent[0] / max(sum(sent), 1) if sent else 1 / self.size()
-        return self._copy(rows, output, common * (rows.nbytes // max(len(rows), 1)), rows.nbytes * (1 - own))
+        own_share = sent[0] / max(sum(sent), 1) if sent else 1 / self.size()
+        return self._copy(rows, output, common * (rows.nbytes // max(len(rows), 1)), rows.nbytes * (1 - own_share))
 
     def allgather_into_tensor_coalesced(
         self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any = None

@@ -62,23 +62,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         made.error("--plot needs matplotlib: pip install 'moefx[plot]'")
     if options.read:
-        found = PlatformResults.read(options.read)
+        results = PlatformResults.read(options.read)
     else:
         device = _join(options.device)
         try:
-            found = _measure(options, device)
+            results = _measure(options, device)
             dist.barrier()  # an exit right behind gloo's last collective may abort in torch 2.13 (pytorch issue 190489)
             if dist.get_rank():
                 return
         finally:
             dist.destroy_process_group()
-        for row in found.rows() if options.raw else ():
+        for row in results.rows() if options.raw else ():
             append_row(row, options.raw)
-    platform = found.platform(options.name, base)
-    print(format_report(found, platform))
+    platform = results.platform(options.name, base)
+    print(format_report(results, platform))
     Path(options.out).write_text(platform.to_json() + "\n")
     if options.plot:
-        plot(found.exchanges, options.plot)
+        plot(results.exchanges, options.plot)
     print(f"wrote {', '.join(filter(None, (options.out, options.raw, options.plot)))}")
 
 
@@ -130,7 +130,9 @@ def _measure_device(machine: Machine, steps: Steps) -> DeviceResults:
     for shape in machine.shapes:
         steps.tell(f"experts {shape.name}")
         experts += machine.time_expert(shape)
-    return DeviceResults(machine.name, machine.copy, machine.capacity, machine.overhead(), gemms, attention, experts)
+    return DeviceResults(
+        machine.name, machine.copy, machine.memory_bytes, machine.overhead(), gemms, attention, experts
+    )
 
 
 def _join(kind: str | None) -> torch.device:
@@ -141,11 +143,11 @@ def _join(kind: str | None) -> torch.device:
         torch.cuda.set_device(local)
     backend = "nccl" if cuda else "gloo"
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
-    more: dict[str, Any] = {"device_id": device} if cuda else {}
+    options: dict[str, Any] = {"device_id": device} if cuda else {}
     if "RANK" not in os.environ:
         alone = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-        more |= dict(store=alone, rank=0, world_size=1)
-    dist.init_process_group(backend, **more)
+        options |= dict(store=alone, rank=0, world_size=1)
+    dist.init_process_group(backend, **options)
     return device
 
 
@@ -153,16 +155,18 @@ def plot(exchanges: Sequence[RepeatedExchange], path: str) -> None:
     """Plot every repetition by size, for each level and kind of exchange (as X-MoE figure 18)."""
     from matplotlib.figure import Figure  # in the extra `plot`
 
-    kinds = list(dict.fromkeys((r.level, r.what) for r in exchanges))
+    kinds = list(dict.fromkeys((r.level, r.kind) for r in exchanges))
     figure = Figure(figsize=(5 * len(kinds), 3.6), layout="constrained")
     for axes, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
-        mine = [r for r in exchanges if (r.level, r.what) == kind]
-        for each in mine:
-            every = [1e3 * s for s in each.seconds]
-            axes.plot([each.num_bytes] * len(every), every, ".", color="tab:blue", alpha=0.3, markersize=4)
-        axes.plot([r.num_bytes for r in mine], [1e3 * r.median for r in mine], color="tab:orange", label="median")
+        of_kind = [r for r in exchanges if (r.level, r.kind) == kind]
+        for exchange in of_kind:
+            milliseconds = [1e3 * s for s in exchange.seconds]
+            axes.plot(
+                [exchange.num_bytes] * len(milliseconds), milliseconds, ".", color="tab:blue", alpha=0.3, markersize=4
+            )
+        axes.plot([r.num_bytes for r in of_kind], [1e3 * r.median for r in of_kind], color="tab:orange", label="median")
         axes.set(xscale="log", yscale="log", xlabel="bytes that leave a rank", ylabel="ms, slowest rank")
-        axes.set_title(f"{kind[1]}, {kind[0]}, {mine[0].ranks} ranks, {len(mine[0].seconds)} times", fontsize=9)
+        axes.set_title(f"{kind[1]}, {kind[0]}, {of_kind[0].ranks} ranks, {len(of_kind[0].seconds)} times", fontsize=9)
         axes.legend()
     figure.savefig(path, dpi=110)
 

@@ -26,13 +26,13 @@ class DeviceResults:
 
     Attributes:
         copy: bytes a second of a copy, read and written together.
-        capacity: bytes of its memory.
+        memory_bytes: bytes of its memory.
         overhead: bytes of the memory that are in use but belong to no tensor.
     """
 
     name: str
     copy: float
-    capacity: float
+    memory_bytes: float
     overhead: float
     gemms: list[GemmTime] = dataclasses.field(default_factory=list)
     attention: list[AttentionTime] = dataclasses.field(default_factory=list)
@@ -59,12 +59,12 @@ class PlatformResults:
         """Rows for a JSON-lines file. Exchanges include the seconds of every repetition."""
         rows: list[Mapping[str, Any]] = [{"run": {"how": self.how, "handling": self.handling}}]
         if (device := self.device) is not None:
-            numbers = {"copy": device.copy, "capacity": device.capacity, "overhead": device.overhead}
+            numbers = {"copy": device.copy, "memory_bytes": device.memory_bytes, "overhead": device.overhead}
             rows += [{"device": {"name": device.name, **numbers}}]
             rows += [{"gemm": gemm._asdict()} for gemm in device.gemms]
-            rows += [{"attention": each._asdict()} for each in device.attention]
-            rows += [{"experts": each._asdict() | {"shape": each.shape.name}} for each in device.experts]
-        return [*rows, *({"exchange": dataclasses.asdict(each)} for each in self.exchanges)]
+            rows += [{"attention": entry._asdict()} for entry in device.attention]
+            rows += [{"experts": entry._asdict() | {"shape": entry.shape.name}} for entry in device.experts]
+        return [*rows, *({"exchange": dataclasses.asdict(entry)} for entry in self.exchanges)]
 
     @classmethod
     def read(cls, path: str | Path) -> PlatformResults:
@@ -75,8 +75,8 @@ class PlatformResults:
         """
         try:
             lines = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
-            found = [next(iter(row.items())) for row in lines]
-            of = {key: [values for name, values in found if name == key] for key, _ in found}
+            items = [(kind, _rename_old_keys(values)) for kind, values in (next(iter(row.items())) for row in lines)]
+            of = {key: [values for name, values in items if name == key] for key, _ in items}
             (run,) = of["run"]
             device = None
             if "device" in of:
@@ -117,10 +117,10 @@ class PlatformResults:
     def networks(self) -> list[Network]:
         """Return the measured networks, fine to coarse."""
         made = []
-        levels = itertools.groupby(self.exchanges, lambda each: (each.unit, each.is_node))
+        levels = itertools.groupby(self.exchanges, lambda exchange: (exchange.unit, exchange.is_node))
         for i, ((unit, is_node), group) in enumerate(levels):
-            found = list(group)
-            exchanges, sends = ([r for r in found if r.what == what] for what in ("all_to_all", "p2p"))
+            at_level = list(group)
+            exchanges, sends = ([r for r in at_level if r.kind == kind] for kind in ("all_to_all", "p2p"))
             latency, bandwidth = link_times.fit_medians(exchanges)
             _, p2p = link_times.fit_medians(sends)
             name = _LEVELS[min(i if is_node else max(i, 1), len(_LEVELS) - 1)]
@@ -129,12 +129,17 @@ class PlatformResults:
         return made
 
 
+def _rename_old_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a row, also of an older file, which called `memory_bytes` "capacity" and `kind` "what"."""
+    return {{"capacity": "memory_bytes", "what": "kind"}.get(key, key): value for key, value in values.items()}
+
+
 def fit_figures(device: DeviceResults, peak: float | None) -> dict[str, float]:
     """Return the figures of a `Platform` for a device. Without a peak the fastest GEMM's rate counts as one."""
     peak = peak or max(gemm.flop / gemm.seconds for gemm in device.gemms)
     shares = [3 * a.flop / a.seconds / peak for a in device.attention]
     return {
-        "capacity": device.capacity, "peak": peak, "memory_bandwidth": device.copy, "overhead": device.overhead,
+        "memory_bytes": device.memory_bytes, "peak": peak, "memory_bandwidth": device.copy, "overhead": device.overhead,
         "attention_efficiency": min(sum(shares) / len(shares), 1.0),
         **fit_dense_rates(device.gemms, peak), **fit_expert_rates(device.experts),
     }  # fmt: skip
@@ -161,11 +166,11 @@ def join_networks(measured: Sequence[Network], base: Platform | None, copy: floa
         raise InvalidInput(
             f"platform {base.name} has {len(base.networks)} levels, and {len(measured)} were measured: leave it out"
         )
-    own = [
+    renamed = [
         dataclasses.replace(new, name=old.name, ranks=old.ranks)
         for new, old in zip(measured, base.networks[: len(measured)], strict=True)
     ]
-    return (*own, *base.networks[len(own) :])
+    return (*renamed, *base.networks[len(renamed) :])
 
 
 def format_report(results: PlatformResults, made: Platform) -> str:
@@ -174,11 +179,11 @@ def format_report(results: PlatformResults, made: Platform) -> str:
 
 
 def _format_device(device: DeviceResults, made: Platform) -> list[str]:
-    lines = [f"{device.name}: {device.capacity / 2**30:.1f} GiB, of which {device.overhead / 2**30:.2f} are taken"]
+    lines = [f"{device.name}: {device.memory_bytes / 2**30:.1f} GiB, of which {device.overhead / 2**30:.2f} are taken"]
     lines.append(f"copy        {device.copy / 1e9:9.1f} GB/s, read and written together")
-    for what, choose in (("fastest", max), ("slowest", min)):
+    for group, choose in (("fastest", max), ("slowest", min)):
         gemm = choose(device.gemms, key=lambda g: g.flop / g.seconds)
-        shape = f"{what} of {len(device.gemms)}: [{gemm.rows}, {gemm.inner}] x [{gemm.inner}, {gemm.columns}]"
+        shape = f"{group} of {len(device.gemms)}: [{gemm.rows}, {gemm.inner}] x [{gemm.inner}, {gemm.columns}]"
         lines.append(f"GEMM        {gemm.flop / gemm.seconds / 1e12:9.3f} TFLOP/s, {shape}")
     for a in device.attention:
         shape = f"{a.sequences} x {a.tokens} tokens, {a.heads} heads of {a.head_size}, forward and backward"
@@ -187,6 +192,6 @@ def _format_device(device: DeviceResults, made: Platform) -> list[str]:
         speed = (3 if is_step else 1) * shape.matrices * shape.flops / seconds / 1e12
         lines.append(f"experts     {speed:9.3f} TFLOP/s, {shape.name}, {'and backward' if is_step else 'forward'}")
     again = {"GEMMs": gemm_errors(device.gemms, made), "experts": list(expert_errors(device.experts, made).values())}
-    for what, wrong in again.items():
-        lines.append(f"rates of {what} say these times again to {min(wrong):+.1%} .. {max(wrong):+.1%}")
+    for group, wrong in again.items():
+        lines.append(f"rates of {group} say these times again to {min(wrong):+.1%} .. {max(wrong):+.1%}")
     return lines

@@ -125,11 +125,11 @@ def fit_shares(parts: Sequence[Sequence[float]]) -> list[float]:
     kept = list(range(table.shape[1]))
     while True:
         ones = torch.ones(len(table), 1, dtype=torch.float64)
-        found = torch.linalg.lstsq(table[:, kept], ones, driver="gelsd").solution[:, 0]
-        if float(found.min()) >= 0 or len(kept) == 1:
+        solution = torch.linalg.lstsq(table[:, kept], ones, driver="gelsd").solution[:, 0]
+        if float(solution.min()) >= 0 or len(kept) == 1:
             break
-        kept.pop(int(found.argmin()))
-    factors = dict(zip(kept, found.tolist(), strict=True))
+        kept.pop(int(solution.argmin()))
+    factors = dict(zip(kept, solution.tolist(), strict=True))
     return [factors.get(i, 0.0) for i in range(table.shape[1])]
 
 
@@ -145,11 +145,11 @@ def predict_experts(shape: Shape, platform: Platform) -> dict[str, float]:
 
 def expert_errors(times: Iterable[ExpertTime], platform: Platform) -> dict[tuple[str, bool], float]:
     """Relative errors (predicted / measured - 1) by (shape, is_step)."""
-    found = {}
+    errors = {}
     for shape, seconds, is_step in times:
         result = predict_experts(shape, platform)["T_experts_step" if is_step else "T_experts"]
-        found[shape.name, is_step] = result / seconds - 1
-    return found
+        errors[shape.name, is_step] = result / seconds - 1
+    return errors
 
 
 def _seconds_of_parts(time: ExpertTime) -> tuple[float, float, float, float]:

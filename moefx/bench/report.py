@@ -32,20 +32,20 @@ METRICS = {
 def read_results(path: Path) -> tuple[Mapping[str, Any], Results]:
     """Read (environment, results) from JSON lines."""
     environment: Mapping[str, Any] = {}
-    found: dict[tuple[str, str], dict[str, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    by_case: dict[tuple[str, str], dict[str, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     ceilings: dict[str, list[Mapping[str, Any]]] = defaultdict(list)  # by shape, as they have no routing
     for row in map(json.loads, path.read_text().splitlines()):
         if "environment" in row:
             environment = row["environment"]
         else:
-            found[row["shape"], row.get("routing", "uniform")][row["peer"]].append(row)
+            by_case[row["shape"], row.get("routing", "uniform")][row["peer"]].append(row)
             if row["peer"] == CEILING:
                 ceilings[row["shape"]].append(row)
-    for (shape, _), peers in found.items():
+    for (shape, _), peers in by_case.items():
         if shape in ceilings:
             peers[CEILING] = ceilings[shape]
     return environment, {
-        what: {peer: _merge_rounds(rows) for peer, rows in peers.items()} for what, peers in found.items()
+        case: {peer: _merge_rounds(rows) for peer, rows in peers.items()} for case, peers in by_case.items()
     }
 
 
@@ -66,7 +66,7 @@ def list_peers(results: Results) -> list[str]:
 def format_tables(results: Results) -> str:
     """Return a table for each metric, followed by the failures and the slowest routings."""
     lines = []
-    names = {what: _row_name(*what) for what in results}
+    names = {case: _row_name(*case) for case in results}
     width = max(map(len, names.values()), default=0)
     for metric, (title, how) in METRICS.items():
         peers = [peer for peer in list_peers(results) if any(metric in rows.get(peer, {}) for rows in results.values())]
@@ -74,12 +74,12 @@ def format_tables(results: Results) -> str:
             peers = [peer for peer in peers if peer != CEILING]  # the ceiling keeps no tensors for a real backward
         if peers:
             lines += [title, " " * width + "".join(f"{peer:>20}" for peer in peers)]
-            for what, rows in results.items():
+            for case, rows in results.items():
                 cells = (f"{_format_cell(rows, peer, metric, how):>20}" for peer in peers)
-                lines.append(f"{names[what]:{width}}" + "".join(cells))
+                lines.append(f"{names[case]:{width}}" + "".join(cells))
             lines.append("")
-    for what, rows in results.items():
-        lines += [f"{names[what]}, {peer}: {row['error']}" for peer, row in rows.items() if "error" in row]
+    for case, rows in results.items():
+        lines += [f"{names[case]}, {peer}: {row['error']}" for peer, row in rows.items() if "error" in row]
     return "\n".join([*lines, *_list_slowest(results)])
 
 
@@ -98,14 +98,14 @@ def _list_slowest(results: Results) -> list[str]:
     """For each peer, the slowest routing and its step time over that of uniform routing."""
     lines = []
     for peer in list_peers(results):
-        times = {what: rows[peer]["step_ms"] for what, rows in results.items() if "step_ms" in rows.get(peer, {})}
+        times = {case: rows[peer]["step_ms"] for case, rows in results.items() if "step_ms" in rows.get(peer, {})}
         slower = {
-            what: ms / times[what[0], "uniform"]
-            for what, ms in times.items()
-            if what[1] != "uniform" and (what[0], "uniform") in times
+            case: ms / times[case[0], "uniform"]
+            for case, ms in times.items()
+            if case[1] != "uniform" and (case[0], "uniform") in times
         }
         if slower and peer != CEILING:
-            worst = max(slower, key=lambda what: slower[what])
+            worst = max(slower, key=lambda case: slower[case])
             lines.append(f"slowest routing, {peer}: {slower[worst]:.2f} times uniform ({_row_name(*worst)})")
     return lines
 

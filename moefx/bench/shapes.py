@@ -78,8 +78,8 @@ def parse_shape(text: str) -> Shape:
         if name not in _BY_NAME:
             T, d, h, E, K = map(int, sizes.split("x"))
             return Shape(text, T, d, h, E, K, gated)
-        found = _BY_NAME[name]
-        return dataclasses.replace(found, name=text, T=int(tokens) if tokens else found.T, gated=gated)
+        named = _BY_NAME[name]
+        return dataclasses.replace(named, name=text, T=int(tokens) if tokens else named.T, gated=gated)
     except (ValueError, TypeError):
         raise ValueError(
             f"no shape {text!r}: expected one of {', '.join(_BY_NAME)}, NAME@T or TxdxhxExK, with {_UNGATED} or not"

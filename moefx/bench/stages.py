@@ -63,8 +63,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for shape, kind, rows in measured:
         print(f"{shape} {kind}")
         for row in rows:
-            more = row["system"] if options.forward else f"{row['tflops']:7.0f} TFLOP/s {row['gbs']:7.0f} GB/s"
-            print(f"  {row['stage']:20} {row['ms']:9.3f} ms  {more}", flush=True)
+            details = row["system"] if options.forward else f"{row['tflops']:7.0f} TFLOP/s {row['gbs']:7.0f} GB/s"
+            print(f"  {row['stage']:20} {row['ms']:9.3f} ms  {details}", flush=True)
             if options.out:
                 append_row(dict(shape=shape, routing=kind) | row, options.out)
 

@@ -107,21 +107,21 @@ def override_user_stack(sources: tuple[Source, ...]) -> Iterator[None]:
 
 def find_user_source() -> Source:
     """Return the innermost location that belongs neither to torch nor to this package."""
-    if given := getattr(_local, "stack", ()):
-        return given[0]
+    if stack := getattr(_local, "stack", ()):
+        return stack[0]
     frame = _user_frame(sys._getframe(1))
     return NOWHERE if frame is None else _locate_frame(frame)
 
 
 def find_user_stack() -> tuple[Source, ...]:
     """Return the call stack of the user's code, the innermost location first."""
-    if given := getattr(_local, "stack", ()):
-        return given
-    found, frame = [], _user_frame(sys._getframe(1))
+    if stack := getattr(_local, "stack", ()):
+        return stack
+    sources, frame = [], _user_frame(sys._getframe(1))
     while frame is not None:
-        found.append(_locate_frame(frame))
+        sources.append(_locate_frame(frame))
         frame = _user_frame(frame.f_back)
-    return tuple(found)
+    return tuple(sources)
 
 
 def iterate_user_frames() -> Iterator[tuple[Source, types.FrameType]]:

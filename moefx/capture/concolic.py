@@ -85,31 +85,31 @@ def capture_block(
 
     state = _register_state(tracer, block, make_stand_in)
     args, kwargs, inputs = _register_inputs(tracer, args, kwargs)
-    given = dict(state)
+    initial_tensors = dict(state)
     unique = list(block.named_modules())
     names = {id(m): n for n, m in unique if n}
-    originals = {n: dict(vars(m)) for n, m in unique}
+    original_attributes = {n: dict(vars(m)) for n, m in unique}
     tracer.named |= install_stand_ins(block, make_stand_in)
-    before = {n: dict(vars(m)) for n, m in unique}
+    captured_attributes = {n: dict(vars(m)) for n, m in unique}
     registries, hooks = copy_registries(unique, REGISTRIES), copy_registries(unique, HOOKS)
     outside = OutsideState(block, (args, kwargs))
     try:
         out, drawn = _run_block(tracer, block, state, args, kwargs, names, outside.generators)
         with torch.DisableTorchFunction():
-            effects = collect_effects(tracer, unique, before, given, state, inputs)
+            effects = collect_effects(tracer, unique, captured_attributes, initial_tensors, state, inputs)
             effects += find_registry_changes(registries)
             foreign = [tracer.named.get(i, "a tensor that is no buffer") for i in tracer.overwritten]
             effects += [Effect("record", path, None) for path in [*outside.list_changes(), *foreign]]
             effects += [Effect("draw", name, None) for name in drawn]
-            own = {key for t in collect_tensors(out) for key in vars(t).keys() - _list_fake_attributes()}
-            effects += [Effect("record", f"the attribute {key} of a tensor", None) for key in own]
+            new_attributes = {key for t in collect_tensors(out) for key in vars(t).keys() - _list_fake_attributes()}
+            effects += [Effect("record", f"the attribute {key} of a tensor", None) for key in new_attributes]
             written = {e.node: t for e in effects if e.kind == "input" for _, t, node in inputs if e.target is node}
             out = open_dataclasses(out, lambda t: _find_result_node(tracer, t, written))
             tracer.refuse_lost_gradients([n for n in pytree.tree_leaves(out) if isinstance(n, fx.Node)])
     finally:
         restore_registries(registries)
         for n, m in unique:
-            restore_attributes(m, originals[n])
+            restore_attributes(m, original_attributes[n])
         restore_registries(hooks)  # models may install hooks at their first call
         outside.restore()
         with torch.no_grad(), torch.DisableTorchFunction():

@@ -158,8 +158,8 @@ def _list_ops(device: str) -> frozenset[str]:
     """Return the names with overloads of the ops that autocast on a device changes."""
     key = f"Autocast{device.upper()}"
     try:
-        every = torch._C._dispatch_get_all_op_names()
-        return frozenset(n for n in every if torch._C._dispatch_has_kernel_for_dispatch_key(n, key))
+        op_names = torch._C._dispatch_get_all_op_names()
+        return frozenset(n for n in op_names if torch._C._dispatch_has_kernel_for_dispatch_key(n, key))
     except RuntimeError:  # no such key
         raise CaptureError(f"the autocast of {device} is unknown") from None
 
@@ -191,12 +191,12 @@ class _Casts(TorchDispatchMode):
     def __init__(self, watched: list[torch.Tensor]):
         super().__init__()
         self.index = {id(t): i for i, t in enumerate(watched)}
-        self.found: list[torch.dtype | None] = [None] * len(watched)
+        self.dtypes: list[torch.dtype | None] = [None] * len(watched)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if func is aten._to_copy.default and id(args[0]) in self.index:
-            self.found[self.index[id(args[0])]] = kwargs.get("dtype")
+            self.dtypes[self.index[id(args[0])]] = kwargs.get("dtype")
         return func(*args, **kwargs)
 
 
@@ -232,7 +232,7 @@ def _run_on_device(func: Any, args: tuple, kwargs: dict[str, Any], device: str, 
         except Exception as error:
             raise CaptureError(f"the effect of autocast on {func} on {device} is unknown: {error}") from None
     # The function makes casts of its own here, too.
-    return casts.found if casts.found != before.found else [], without, result
+    return casts.dtypes if casts.dtypes != before.dtypes else [], without, result
 
 
 def _result_dtype(out: Any) -> torch.dtype | None:

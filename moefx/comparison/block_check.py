@@ -58,10 +58,10 @@ class BlockCheck:
         if not failed:
             return ""
         worst = max(failed, key=lambda row: row.error / row.bound if row.bound else math.inf)
-        what = worst.note or f"{worst.norm} error {worst.error:.2g}, allowed {worst.bound:.2g}"
+        difference = worst.note or f"{worst.norm} error {worst.error:.2g}, allowed {worst.bound:.2g}"
         others = f", and {len(failed) - 1} more" if len(failed) > 1 else ""
         other = "the same ops one by one" if worst in self.joined_rows else "the original"
-        return f"{worst.kind} `{worst.name}` differs from {other} on {worst.case}: {what}{others}"
+        return f"{worst.kind} `{worst.name}` differs from {other} on {worst.case}: {difference}{others}"
 
 
 def check_block(
@@ -101,24 +101,24 @@ def check_block(
             errors propagate.
     """
     notes: list[str] = []
-    given = (args, kwargs or {})
-    tokens = sum(v.numel() * v.element_size() for _, v in leaves(given) if isinstance(v, Tensor))
-    exact, *own = _plan_precisions(original, max_bytes - 64 * tokens, notes)
-    check_states = functools.partial(_check_states, original, program, given, name, crowd, seconds, seed)
+    inputs = (args, kwargs or {})
+    tokens = sum(v.numel() * v.element_size() for _, v in leaves(inputs) if isinstance(v, Tensor))
+    exact, *own_precisions = _plan_precisions(original, max_bytes - 64 * tokens, notes)
+    check_states = functools.partial(_check_states, original, program, inputs, name, crowd, seconds, seed)
     try:
-        check = check_states([exact, *own], notes)
+        check = check_states([exact, *own_precisions], notes)
     except InvalidInput as error:
-        if not own:
+        if not own_precisions:
             raise
-        precision, options, largest = own[0]
+        precision, options, largest = own_precisions[0]
         reason = summarize_error(error.__cause__ or error)
         notes.append(f"{name or 'block'}: not in float64 ({reason}), compared in {precision}")
         check = check_states([(precision, options | {"exact": None}, largest)], notes)
     if joined is not None and check.ok:
-        *_, largest = (exact, *own)[-1]
+        *_, largest = (exact, *own_precisions)[-1]
         options = RunOptions(seed, max_gradient_numel=largest)
         try:
-            check.joined_rows = _compare_joined(original, program, joined, given, name, options)
+            check.joined_rows = _compare_joined(original, program, joined, inputs, name, options)
         except InvalidInput as error:  # raised by the program without joined ops
             check.notes.append(f"{name or 'block'}: joined ops not checked ({summarize_error(error)})")
     return check
@@ -142,21 +142,21 @@ def _compare_joined(
 
 
 def _check_states(
-    original: nn.Module, program: Call, given: Inputs, name: str, crowd: Inputs | None, seconds: float, seed: int,
+    original: nn.Module, program: Call, example: Inputs, name: str, crowd: Inputs | None, seconds: float, seed: int,
     plan: list[tuple[str, dict[str, Any], float]], notes: list[str],
 ) -> BlockCheck:  # fmt: skip
     """Compare under each router state and precision of `plan`."""
     check = BlockCheck(notes=notes)
     deadline = time.monotonic() + seconds
     work = WorkCount()
-    for state, inputs in itertools.chain(router_states(given, seed), [("a crowd of tokens", crowd)] if crowd else []):
-        more = _count_elements(crowd) / _count_elements(given) if crowd is not None and inputs is crowd else 0
-        if work.seconds * more > _MAX_CROWD_SECONDS:
+    for state, inputs in itertools.chain(router_states(example, seed), [("a crowd of tokens", crowd)] if crowd else []):
+        factor = _count_elements(crowd) / _count_elements(example) if crowd is not None and inputs is crowd else 0
+        if work.seconds * factor > _MAX_CROWD_SECONDS:
             check.notes.append(f"{name or 'block'}: {state} not checked, too slow")
             continue
         for precision, subject_options, largest in plan:
             case = f"{state}, {precision}"
-            if precision != plan[0][0] and inputs is not given:
+            if precision != plan[0][0] and inputs is not example:
                 continue  # rounding does not depend on the routing
             if check.rows and time.monotonic() > deadline:
                 check.notes.append(f"{name or 'block'}: {case} not checked, the limit of {seconds:g} s is reached")
@@ -165,7 +165,7 @@ def _check_states(
             subject = Subject(
                 block, block, block=name, call_original=call_forward, call_compiled=program, **subject_options
             )
-            is_counted = crowd is not None and inputs is given and precision == plan[0][0]
+            is_counted = crowd is not None and inputs is example and precision == plan[0][0]
             try:
                 # in sandboxes of its own: a program holds for the attributes of the moment
                 comparison = CallChain(subject).compare(
@@ -176,7 +176,7 @@ def _check_states(
                     work=work if is_counted else None,
                 )
             except Exception as error:
-                if inputs is given and not check.rows:
+                if inputs is example and not check.rows:
                     raise
                 check.notes.append(f"{name or 'block'}: the original raises {type(error).__name__} on {case}")
                 continue
@@ -191,7 +191,7 @@ def _count_elements(inputs: Inputs) -> int:
 
 def _plan_precisions(block: nn.Module, budget: int, notes: list[str]) -> list[tuple[str, dict[str, Any], float]]:
     """(name, arguments of `Subject`, largest parameter to differentiate) of each run, the decisive one first."""
-    own = "its own precision"
+    own_name = "its own precision"
     sizes = sorted(p.numel() for p in block.parameters())
     width = max((p.element_size() for p in block.parameters()), default=4)
     exact = Casts(torch.float64)
@@ -200,10 +200,10 @@ def _plan_precisions(block: nn.Module, budget: int, notes: list[str]) -> list[tu
         largest = _find_largest_affordable(sizes, (budget - copied) // 16)
         plan = [("float64", {"working": exact, "exact": None, "promote": True, "slack": SLACK}, largest)]
         if all(p.dtype != torch.float64 for p in block.parameters()):
-            plan.append((own, {"working": Casts(None), "exact": exact}, largest))
+            plan.append((own_name, {"working": Casts(None), "exact": exact}, largest))
     else:
         largest = _find_largest_affordable(sizes, max(budget, 0) // (2 * width))
-        plan = [(own, {"working": Casts(None), "exact": None}, largest)]
+        plan = [(own_name, {"working": Casts(None), "exact": None}, largest)]
         notes.append(f"float64 weights need {copied >> 20} MiB: compared in the block's own precision")
     if not math.isinf(largest):
         left_out = sum(size > largest for size in sizes)

@@ -19,19 +19,23 @@ class NoCopies(TorchFunctionMode):
     In-place updates of the result (`h = x.to(torch.float32); h *= noise`) then change both tensors, as in the program.
 
     Args:
-        own: the dtype of all parameters and inputs. Only float32 has an effect: programs in 16 bits cast in both
+        dtype: that of all parameters and inputs. Only float32 has an effect: programs in 16 bits cast in both
             directions.
     """
 
-    def __init__(self, own: torch.dtype | None):
+    def __init__(self, dtype: torch.dtype | None):
         super().__init__()
-        self.own = own if own is torch.float32 else None
+        self.dtype = dtype if dtype is torch.float32 else None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in _CASTS:
             return func(*args, **kwargs)
-        if self.own is not None and _find_cast_dtype(func, args, kwargs) is self.own and args[0].dtype is torch.float64:
+        if (
+            self.dtype is not None
+            and _find_cast_dtype(func, args, kwargs) is self.dtype
+            and args[0].dtype is torch.float64
+        ):
             return args[0]
         return func(*args, **kwargs)
 

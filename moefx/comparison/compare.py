@@ -211,8 +211,8 @@ class CallChain:
             case = self.calls.pop().case
             if failed is not None and not isinstance(failed, (RuntimeError, TypeError, ValueError, IndexError)):
                 raise failed
-            what = f": {type(failed).__name__}: {failed}" if failed else ", on another rank"
-            raise InvalidInput(f"the reference does not run on {case or 'these inputs'}{what}") from failed
+            cause = f": {type(failed).__name__}: {failed}" if failed else ", on another rank"
+            raise InvalidInput(f"the reference does not run on {case or 'these inputs'}{cause}") from failed
         assert original is not None
         return original
 

@@ -44,9 +44,9 @@ _EQUIVALENTS: dict[Any, Callable[..., Tensor]] = {aten._grouped_mm.default: grou
 
 def find_equivalent(func: Any, args: tuple[Any, ...]) -> Callable[..., Tensor] | None:
     """Return the equivalent of an op that is called with float64 tensors; None if the op has a float64 kernel."""
-    if (found := _EQUIVALENTS.get(func)) is None:
+    if (equivalent := _EQUIVALENTS.get(func)) is None:
         return None
-    return found if any(isinstance(a, Tensor) and a.dtype == torch.float64 for a in args) else None
+    return equivalent if any(isinstance(a, Tensor) and a.dtype == torch.float64 for a in args) else None
 
 
 __all__ = ["find_equivalent", "grouped_mm"]

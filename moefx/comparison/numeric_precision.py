@@ -35,22 +35,24 @@ def find_working_precision(module: nn.Module, inputs: Inputs, dtype: torch.dtype
 
     Reductions run over the widest dimension of a parameter or, in weight gradients, over the tokens.
     """
-    given = [t for _, t in leaves(inputs) if isinstance(t, Tensor)]
+    tensors = [t for _, t in leaves(inputs) if isinstance(t, Tensor)]
     parameters = list(module.parameters())
-    device = next((t.device.type for t in (*parameters, *given)), "cpu")
-    found = {t.dtype for t in (*parameters, *given) if t.is_floating_point()} if dtype is None else {dtype}
-    if torch.is_autocast_enabled(device) and found != {torch.float64}:  # autocast ignores float64
-        found.add(torch.get_autocast_dtype(device))
-    num_tokens = [t.numel() // (t.shape[-1] if t.is_floating_point() and t.ndim > 1 else 1) for t in given if t.numel()]
+    device = next((t.device.type for t in (*parameters, *tensors)), "cpu")
+    dtypes = {t.dtype for t in (*parameters, *tensors) if t.is_floating_point()} if dtype is None else {dtype}
+    if torch.is_autocast_enabled(device) and dtypes != {torch.float64}:  # autocast ignores float64
+        dtypes.add(torch.get_autocast_dtype(device))
+    num_tokens = [
+        t.numel() // (t.shape[-1] if t.is_floating_point() and t.ndim > 1 else 1) for t in tensors if t.numel()
+    ]
     length = max([n for p in parameters for n in p.shape] + num_tokens, default=1)
-    return max(found or {torch.float32}, key=lambda d: torch.finfo(d).eps), length
+    return max(dtypes or {torch.float32}, key=lambda d: torch.finfo(d).eps), length
 
 
 def find_common_dtype(module: nn.Module, inputs: Inputs) -> torch.dtype | None:
     """Return the dtype of all floating-point parameters, buffers and inputs; None if they have several."""
-    every = (*module.parameters(), *module.buffers(), *(t for _, t in leaves(inputs) if isinstance(t, Tensor)))
-    found = {t.dtype for t in every if t.is_floating_point()}
-    return found.pop() if len(found) == 1 else None
+    tensors = (*module.parameters(), *module.buffers(), *(t for _, t in leaves(inputs) if isinstance(t, Tensor)))
+    dtypes = {t.dtype for t in tensors if t.is_floating_point()}
+    return dtypes.pop() if len(dtypes) == 1 else None
 
 
 @contextlib.contextmanager

@@ -243,10 +243,10 @@ def _judge_stack(pairs: Sequence[Pair], tol: Tolerance) -> list[Row] | None:
         rel2, row = torch.linalg.vector_norm(off, dim=(1, 2)) / norms, (off.amax(-1) / row_sizes).amax(-1)
         return [Error(*both) for both in zip(rel2.tolist(), row.tolist(), strict=True)]
 
-    own, expected = compute_errors(compiled, negligible), compute_errors(original, torch.zeros_like(negligible))
+    errors, expected = compute_errors(compiled, negligible), compute_errors(original, torch.zeros_like(negligible))
     return [
         _make_verdict(pair.row, error, [other], 0.0 if is_zero else tol.floor, tol.factor)
-        for pair, error, other, is_zero in zip(pairs, own, expected, is_zero.tolist(), strict=True)
+        for pair, error, other, is_zero in zip(pairs, errors, expected, is_zero.tolist(), strict=True)
     ]
 
 

@@ -56,10 +56,10 @@ class Shares:
                 'verify: with Plan(sequence_gradients="partial") gradients outside a block depend on how other layers '
                 "sum them; verify the block by itself, compiled with this plan"
             )
-        own = [f"{tuple(t.shape)} {hash_tensor(t)}" for t in tree_leaves(sets) if isinstance(t, Tensor)]
-        every: list = [None] * self.sequence.size
-        dist.all_gather_object(every, own, group=get_group(self.sequence.group))
-        differ = not all(theirs == own for theirs in every)
+        hashes = [f"{tuple(t.shape)} {hash_tensor(t)}" for t in tree_leaves(sets) if isinstance(t, Tensor)]
+        all_hashes: list = [None] * self.sequence.size
+        dist.all_gather_object(all_hashes, hashes, group=get_group(self.sequence.group))
+        differ = not all(theirs == hashes for theirs in all_hashes)
         if self.is_true_on_any_rank(differ):
             where = "here and on others of its ranks" if differ else "elsewhere"
             raise InvalidInput(
@@ -101,17 +101,17 @@ class Shares:
         """Replace DTensors by their local parts."""
         return dataclasses.replace(run, values={key: to_local(value) for key, value in run.values.items()})
 
-    def check_agreement(self, asked: str) -> None:
+    def check_agreement(self, settings: str) -> None:
         """Check that all ranks compare the same, so that none waits for the others. Collective.
 
         Args:
-            asked: the options of this rank, or the error that stops it.
+            settings: the options of this rank, or the error that stops it.
 
         Raises:
             InvalidInput: the ranks differ.
         """
         ranks: dict[str, list[int]] = {}
-        for rank, theirs in enumerate(self._gather_values(asked)):
+        for rank, theirs in enumerate(self._gather_values(settings)):
             ranks.setdefault(theirs, []).append(rank)
         if len(ranks) > 1:
             options = "; ".join(f"{format_ranks(same)}: {theirs}" for theirs, same in ranks.items())
@@ -126,9 +126,9 @@ class Shares:
         return any(self._gather_values(value))
 
     def _gather_values(self, value: float | bool | str) -> list:
-        found: list = [None] * dist.get_world_size(get_group(self.group))
-        dist.all_gather_object(found, value, group=get_group(self.group))
-        return found
+        values: list = [None] * dist.get_world_size(get_group(self.group))
+        dist.all_gather_object(values, value, group=get_group(self.group))
+        return values
 
 
 def hash_tensor(t: Tensor) -> str:

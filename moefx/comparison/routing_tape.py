@@ -155,9 +155,9 @@ class _Mode(TorchDispatchMode):
 
     def next(self, entries: dict[Any, list[Any]], key: Any) -> Any | None:
         """Return the entry for this occurrence of `key`; None if the recording has fewer."""
-        found, index = entries.get(key, ()), self._seen[key]
+        recorded, index = entries.get(key, ()), self._seen[key]
         self._seen[key] += 1
-        return found[index] if index < len(found) else None
+        return recorded[index] if index < len(recorded) else None
 
 
 class RecordingMode(_Mode):
@@ -242,25 +242,25 @@ class AlignMode(_Mode):
         if decision is None:
             return out
         selection, (chosen,) = Selection(func, args, kwargs), decision.results
-        own, scores = selection.read_ids(out), selection.scores
+        own_ids, scores = selection.read_ids(out), selection.scores
         # Impose the reference's selection if our scores for it equal those of our selection to within rounding. Equal
         # scores in both runs are no rounding: then a tie was broken differently.
-        ours, theirs = (selection.ignore_order(scores.gather(-1, ids)) for ids in (own, chosen))
+        ours, theirs = (selection.ignore_order(scores.gather(-1, ids)) for ids in (own_ids, chosen))
         rounding = 2 * (self.tol.factor * decision.noise + self.tol.floor * largest_magnitude(scores))
         alike = distance(ours, theirs).amax(-1) <= rounding
         if decision.scores is not None:
             alike &= (scores != decision.scores).any(-1)
         if (block := self.scope.region or self.scope.names[-1]) is not None:
-            differ = (selection.ignore_order(own) != selection.ignore_order(chosen)).any(-1)
+            differ = (selection.ignore_order(own_ids) != selection.ignore_order(chosen)).any(-1)
             imposed, beyond = int((differ & alike).sum()), int((differ & ~alike).sum())
             identical = 1 - (imposed + beyond) / differ.numel()
-            margin = selection.margin(own.shape[-1])
+            margin = selection.margin(own_ids.shape[-1])
             self.rows.append(
                 RoutingRow(block, selection.op, differ.numel(), identical, margin, imposed, beyond, self.case)
             )
-        if torch.equal(own, chosen):
+        if torch.equal(own_ids, chosen):
             return out
-        return selection.build_outputs(torch.where(alike[..., None], chosen, own))
+        return selection.build_outputs(torch.where(alike[..., None], chosen, own_ids))
 
 
 def _describe_call(args: Any) -> Any:

@@ -128,13 +128,13 @@ def _find_copied_parameters(parameters: Iterable[nn.Parameter]) -> set[int]:
 
     A forward may change parameters in place, for example normalise the rows of its router.
     """
-    found, total = set(), 0
+    copied, total = set(), 0
     for size, key in sorted((p.numel(), id(p)) for p in parameters):
         total += size
         if total > _MAX_COPIED:
             break
-        found.add(key)
-    return found
+        copied.add(key)
+    return copied
 
 
 def _rewrap_parameter(p: nn.Parameter, copied: bool) -> nn.Parameter:
@@ -241,7 +241,7 @@ def execute(
         # Keep the backward on this thread: a recomputation in it must run under the mode too.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         args, kwargs = inputs
-        named, sources, given = _copy_inputs(inputs, options, cast)
+        named, sources, versions = _copy_inputs(inputs, options, cast)
         before = _read_state(module)
         stack.enter_context(random_state(options.seed, devices))
         drawn = _hash_generators(devices)
@@ -257,7 +257,7 @@ def execute(
                 heads["loss"] = options.loss(out)
         values: dict[Key, Tensor | None] = {}
         values |= {("output", name): t.detach().clone() for name, t in heads.items()}
-        for name, (t, version) in given.items():
+        for name, (t, version) in versions.items():
             if t._version != version:
                 values["state", f"input {name}"] = t.detach().clone()
         if options.grads:
@@ -290,7 +290,7 @@ def _copy_inputs(
         their versions.
     """
     sources: dict[str, Tensor] = {}
-    given: dict[str, tuple[Tensor, int]] = {}
+    versions: dict[str, tuple[Tensor, int]] = {}
 
     def copy_tensor(name: str, t: Tensor) -> Tensor:
         t = cast(t.detach().clone()) if t.is_floating_point() else t.clone()
@@ -298,11 +298,11 @@ def _copy_inputs(
             sources[name] = t.requires_grad_()
             t = t.clone()  # the code may update its input in place, which a leaf does not allow
         t = apply_layout(t, options.layout)
-        given[name] = t, t._version
+        versions[name] = t, t._version
         return t
 
     args, kwargs = inputs
-    return change_tensors({**dict(enumerate(args)), **kwargs}, copy_tensor), sources, given
+    return change_tensors({**dict(enumerate(args)), **kwargs}, copy_tensor), sources, versions
 
 
 def _number_to_tensor(number: float) -> Tensor:
@@ -370,15 +370,15 @@ def _make_cotangent(t: Tensor, seed: int) -> Tensor:
 
 def _read_state(module: nn.Module) -> dict[Key, Tensor]:
     """Buffers, and tensors and numbers in plain attributes of modules, such as a recorded auxiliary loss."""
-    found: dict[Key, Tensor] = {("buffer", n): b.detach().clone() for n, b in module.named_buffers()}
+    state: dict[Key, Tensor] = {("buffer", n): b.detach().clone() for n, b in module.named_buffers()}
     for prefix, sub in module.named_modules():
         for name, value in vars(sub).items():
             if type(value) in _CONTAINERS or name == "training":
                 continue
             if isinstance(value, (Tensor, int, float)):
                 value = value.detach().clone() if isinstance(value, Tensor) else _shared_tensor(value)
-                found["state", f"{prefix}.{name}" if prefix else name] = value
-    return found
+                state["state", f"{prefix}.{name}" if prefix else name] = value
+    return state
 
 
 _CONTAINERS = {dict, collections.OrderedDict, set, type(None), str}  # most attributes of a module

@@ -167,15 +167,15 @@ def measure(models: dict[str, Any], names: list[str], ids: Tensor, labels: Tenso
 def measure_policies(block: nn.Module, history: History, x: Tensor) -> dict[str, int]:
     """Bytes that one block saves for its backward on x: as written, and rewritten under each save policy."""
     exclude = parameters_and_buffers(block)
-    found = {"original": saved_bytes(lambda: block(x), exclude)}
+    saved = {"original": saved_bytes(lambda: block(x), exclude)}
     fused = history["fuse"].graph.copy()
     for node in fused.find("moefx::expert_mlp"):
         node.meta.pop("val", None)  # how many tensors it returns depends on the policy
     for policy in ("all", "h", "x"):
         plan = moefx.Plan(checkpoint=policy)
         program = PassManager(block).run(fused, (set_checkpoint_policy,), plan, level="fused").graph.compile()
-        found[f'checkpoint="{policy}"'] = saved_bytes(lambda program=program: program(block, x), exclude)
-    return found
+        saved[f'checkpoint="{policy}"'] = saved_bytes(lambda program=program: program(block, x), exclude)
+    return saved
 
 
 def fallbacks(compiled: nn.Module) -> int:

@@ -37,8 +37,8 @@ class DataAxes:
 
     def __str__(self) -> str:
         parts = [("sharded", self.shard), ("replicated", self.replicate)]
-        found = [f"{how} over {' and '.join(map(repr, names))}" for how, names in parts if names]
-        return ", ".join(found) or "not sharded"
+        uses = [f"{how} over {' and '.join(map(repr, names))}" for how, names in parts if names]
+        return ", ".join(uses) or "not sharded"
 
 
 def choose_data_axes(
@@ -84,10 +84,10 @@ def choose_data_axes(
             sharded = tuple(name for name in data_axes if name not in replicated)
     for name in data_axes:
         if (name in sharded) == (name in replicated):
-            what = "both sharded and replicated" if name in sharded else "neither sharded nor replicated"
+            conflict = "both sharded and replicated" if name in sharded else "neither sharded nor replicated"
             raise InvalidPlan(
-                f"parallelize: axis {name!r} of the mesh is {what}. Its ranks have tokens of their own, so gradients "
-                "are reduced over it: name it in shard_axes or in replicate_axes"
+                f"parallelize: axis {name!r} of the mesh is {conflict}. Its ranks have tokens of their own, so "
+                "gradients are reduced over it: name it in shard_axes or in replicate_axes"
             )
     return DataAxes(sharded, replicated)
 
@@ -102,14 +102,14 @@ def _find_replica_axes(mesh: DeviceMesh, data_axes: tuple[str, ...]) -> tuple[st
 
 
 def _check_names(
-    field: str, given: str | tuple[str, ...] | None, data_axes: tuple[str, ...], mesh: DeviceMesh
+    field: str, named: str | tuple[str, ...] | None, data_axes: tuple[str, ...], mesh: DeviceMesh
 ) -> tuple[str, ...] | None:
     """Return the data axes that the user named, in the mesh's order; None if nothing was named."""
-    if given is None:
+    if named is None:
         return None
-    given = (given,) if isinstance(given, str) else tuple(given)
+    named = (named,) if isinstance(named, str) else tuple(named)
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-    for name in given:
+    for name in named:
         if name not in sizes:
             raise InvalidPlan(f"parallelize({field}={name!r}): the mesh has no such axis; it has {format_mesh(mesh)}")
         if name not in data_axes and sizes[name] > 1:
@@ -117,7 +117,7 @@ def _check_names(
                 f"parallelize({field}={name!r}): ranks along this axis have the same tokens, so nothing is sharded or "
                 f"averaged over it. The data axes are {', '.join(map(repr, data_axes)) or 'none'}"
             )
-    return tuple(name for name in data_axes if name in given)
+    return tuple(name for name in data_axes if name in named)
 
 
 class DataMeshes:

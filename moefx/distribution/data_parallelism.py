@@ -141,11 +141,11 @@ def _find_spread_mesh(model: nn.Module, mesh: DeviceMesh) -> SpreadMesh:
 
 def _group_expert_parameters(model: nn.Module) -> dict[str, set[nn.Parameter]]:
     """Return the parameters of this rank's experts by block."""
-    found = {}
+    by_block = {}
     for name, layout in find_expert_layouts(model).items():
         tensors = layout.parameters.tensors(model.get_submodule(name), layout.placement.local_experts)
-        found[name] = {t for t in tensors if isinstance(t, nn.Parameter)}
-    return found
+        by_block[name] = {t for t in tensors if isinstance(t, nn.Parameter)}
+    return by_block
 
 
 def _check_parameters(model: nn.Module, experts: dict[str, set[nn.Parameter]]) -> None:
@@ -160,7 +160,7 @@ def _check_parameters(model: nn.Module, experts: dict[str, set[nn.Parameter]]) -
             f"{type(model).__name__} is an MoE block itself, and parallelize shards its experts apart from the rest: "
             "compile a model around it, such as nn.Sequential(block)"
         )
-    found: dict[nn.Parameter, tuple[nn.Module | None, str]] = {}
+    owners: dict[nn.Parameter, tuple[nn.Module | None, str]] = {}
     layers, blocks = set(_list_layers(model)), {model.get_submodule(name) for name in experts}
     of_experts = {parameter for parameters in experts.values() for parameter in parameters}
 
@@ -172,7 +172,7 @@ def _check_parameters(model: nn.Module, experts: dict[str, set[nn.Parameter]]) -
             name, sharded_by = join_name(path, last), block if parameter in of_experts else outer
             if not parameter.dim():
                 raise InvalidInput(f"{name} has no dimension, and FSDP shards the first one: make it a tensor [1]")
-            other, other_name = found.setdefault(parameter, (sharded_by, name))
+            other, other_name = owners.setdefault(parameter, (sharded_by, name))
             if other is not sharded_by:
                 raise InvalidInput(
                     f"{other_name} and {name} are the same parameter, but parallelize would shard it with "

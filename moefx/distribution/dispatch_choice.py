@@ -1,4 +1,4 @@
-"""Choose the way in which rows travel to their experts: as planned, or the fastest one as measured.
+"""Choose the dispatch of rows to their experts: as planned, or the fastest one as measured.
 
 `Plan(dispatch="auto")` compares dispatches by the links between ranks and the host's time, for uniform routing
 (`runtime.link_costs`).
@@ -28,7 +28,7 @@ from ..runtime.ranks.topology import ExpertAxis
 
 
 def choose_routes(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tuple[ExchangeRoutes, str]:
-    """Choose the way in which rows travel. Returns it with the reason. Collective if the plan says "auto".
+    """Choose the dispatch of the rows. Returns it with the reason. Collective if the plan says "auto".
 
     Raises:
         InvalidPlan: "gather" is planned, and the process group cannot run it.
@@ -44,9 +44,9 @@ def choose_routes(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tuple[E
                 f"Plan(dispatch='gather') on {axis.mesh.device_type}: gloo has no reduce-scatter there. Use NCCL, or "
                 "Plan(dispatch='dedup')"
             )
-        way = axis.build_routes(by_level=False, dedup=True)
+        routes = axis.build_routes(by_level=False, dedup=True)
         host_group = "" if plan.max_tokens else axis.host_group
-        return dataclasses.replace(way, gathers=True, max_tokens=plan.max_tokens, host_group=host_group), why
+        return dataclasses.replace(routes, gathers=True, max_tokens=plan.max_tokens, host_group=host_group), why
     if dispatch in ("rbd", "halo"):
         halo = dispatch == "halo"
         return axis.build_routes(by_level=True, dedup=not halo or plan.pilots, splits_intra_node=halo), why
@@ -67,8 +67,8 @@ def _choose_dispatch(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tupl
     )
     chosen = choose_dispatch(seconds, plan.max_tokens)
     shown = ", ".join(
-        f"{way} {1e3 * EXCHANGES_PER_LAYER * s:.2f} + {1e3 * HOST_COSTS[way].seconds(plan.max_tokens):.2f} ms"
-        for way, s in seconds.items()
+        f"{name} {1e3 * EXCHANGES_PER_LAYER * s:.2f} + {1e3 * HOST_COSTS[name].seconds(plan.max_tokens):.2f} ms"
+        for name, s in seconds.items()
     )
     why = f"auto: predicted for {tokens} tokens a rank {shown}; exchanges + host of a layer's forward and backward"
     if _runs_ahead(axis):

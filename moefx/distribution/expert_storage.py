@@ -29,13 +29,13 @@ def find_expert_parameters(result: BlockRewrite) -> ExpertParameters:
         if len(set(names)) == 1:
             stacked[names[0]] = _expert_length(table)
         elif len(set(names)) == len(names):
-            for own, name in zip(separate, names, strict=True):
-                own.append(name)
+            for expert_names, name in zip(separate, names, strict=True):
+                expert_names.append(name)
         else:
             raise Refused("several experts share a parameter, but not all of them", culprits=tuple(names[:3]))
     return ExpertParameters(
         stacked,
-        tuple(tuple(dict.fromkeys(own)) for own in separate) if any(separate) else (),
+        tuple(tuple(dict.fromkeys(expert_names)) for expert_names in separate) if any(separate) else (),
     )
 
 
@@ -46,15 +46,15 @@ def _expert_length(table: Sequence[ParameterSlice]) -> int:
         Refused: the experts are stored otherwise.
     """
     row_ranges = [_first_axis_range(part) for part in table]
-    each = row_ranges[0][1] - row_ranges[0][0] if row_ranges[0] else 0
+    length = row_ranges[0][1] - row_ranges[0][0] if row_ranges[0] else 0
     for e, (part, rows) in enumerate(zip(table, row_ranges, strict=True)):
-        if rows != (e * each, (e + 1) * each):
+        if rows != (e * length, (e + 1) * length):
             raise Refused(
                 f"the experts' parameter {part.fqn} does not store expert after expert along its first axis",
                 culprits=(part.fqn,),
                 remedy="store it as [experts, ...]",
             )
-    return each
+    return length
 
 
 def _first_axis_range(part: ParameterSlice) -> tuple[int, int] | None:

@@ -62,11 +62,11 @@ def describe_reductions(
 ) -> tuple[str, ...]:
     """Describe the reductions in lines, for `explain`. The model need not be spread yet."""
     of_experts, elsewhere = set[str](), set[str]()
-    for block, each in layouts.items():
-        own = each.parameters.of_experts(each.placement.local_experts)
-        every = {name for names in each.parameters.separate for name in names}
-        of_experts |= {join_name(block, name) for name in (*each.parameters.stacked, *own)}
-        elsewhere |= {join_name(block, name) for name in every - own}
+    for block, layout in layouts.items():
+        own_names = layout.parameters.of_experts(layout.placement.local_experts)
+        separate = {name for names in layout.parameters.separate for name in names}
+        of_experts |= {join_name(block, name) for name in (*layout.parameters.stacked, *own_names)}
+        elsewhere |= {join_name(block, name) for name in separate - own_names}
     held = {name for name, p in model.named_parameters() if p.requires_grad} - elsewhere
     counts = {"experts": len(held & of_experts), "others": len(held - of_experts)}
     outside = dist.get_world_size() - axis.mesh.size()

@@ -104,11 +104,11 @@ def check_layout(plan: Plan, mesh: Any) -> None:
         )
     if mesh is not None:
         axes = plan.expert_axis if isinstance(plan.expert_axis, tuple) else (plan.expert_axis,)
-        found = {_STAGES: sizes.get(_STAGES, 1), _TENSOR_PARALLEL: sizes.get(_TENSOR_PARALLEL, 1)}
-        found["ep"] = math.prod(sizes.get(axis, 1) for axis in axes if axis)
-        if wrong := [name for name, size_here in found.items() if counts.get(name, size_here) != size_here]:
+        sizes_here = {_STAGES: sizes.get(_STAGES, 1), _TENSOR_PARALLEL: sizes.get(_TENSOR_PARALLEL, 1)}
+        sizes_here["ep"] = math.prod(sizes.get(axis, 1) for axis in axes if axis)
+        if wrong := [name for name, size_here in sizes_here.items() if counts.get(name, size_here) != size_here]:
             shown = ", ".join(f"{name}={size}" for name, size in sizes.items())
-            lacking = ", ".join(f"{name}={counts[name]} ({found[name]} in the mesh)" for name in wrong)
+            lacking = ", ".join(f"{name}={counts[name]} ({sizes_here[name]} in the mesh)" for name in wrong)
             raise InvalidPlan(
                 f"the planner's layout has {lacking}, but the mesh is {shown}: take init_device_mesh(device_type, "
                 f"**entry.mesh), or {_advise_without(counts, *wrong)}"

@@ -156,7 +156,7 @@ class Explanation:
                 before = f"{m.saved_before:,} -> " if m.saved_before is not None else ""
                 lines.append(f"    kept        {before}{m.saved_after:,} bytes a token for the backward of the experts")
             if reason := m.no_kernels:
-                lines.append(f"    GPU kernels not the fused ones: {reason}")
+                lines.append(f"    GPU kernels  the fused kernels do not run: {reason}")
             if m.unfused:
                 lines.append(f"    not fused   {m.unfused}")
             rewritten, original, failed = m.calls
@@ -166,14 +166,14 @@ class Explanation:
             lines += [f"    note        {n}" for n in m.notes]
             lines += self._format_trace(m.trace)
         if self.gradients:
-            lines += ["", "  gradients, for those of the mean loss of all ranks"]
+            lines += ["", "  gradients (reduced to the gradient of the mean loss over all ranks)"]
             lines += [f"    {line}" for line in self.gradients]
         if self.planned is not None:
             lines += ["", *(f"  {line}" for line in str(self.planned).splitlines())]
         for r in self.refused if self.trace else merge_refusals(self.refused):
             where = f"   {r.source}" if r.source else ""
-            what = f"refused: {r.name or 'the model'}{where}" if r.seen else "nothing found"
-            lines += ["", f"  {what}", f"    {r.reason}"]
+            title = f"refused: {r.name or 'the model'}{where}" if r.seen else "nothing found"
+            lines += ["", f"  {title}", f"    {r.reason}"]
             if r.culprits:
                 lines.append(f"    culprits    {', '.join(r.culprits)}")
             if r.remedy:
@@ -195,9 +195,9 @@ class Explanation:
         return [f"    {line}" for line in trace.format_lines()]
 
     def _format_weights(self) -> str:
-        found = dict(self.weights)
-        texts = [f"{text} x{found[path]}" for path, text in _WEIGHTS.items() if path in found]
-        copies = found.get("cast", 0) + found.get("stacked_copy", 0)
+        reads = dict(self.weights)
+        texts = [f"{text} x{reads[path]}" for path, text in _WEIGHTS.items() if path in reads]
+        copies = reads.get("cast", 0) + reads.get("stacked_copy", 0)
         return ", ".join([*texts, *([] if copies else ["no copies"])])
 
 
@@ -206,16 +206,16 @@ def merge_refusals(refused: Iterable[Refusal]) -> list[Refusal]:
     alike: dict[tuple[object, ...], list[Refusal]] = {}
     for r in refused:
         alike.setdefault((r.reason, r.culprits, r.remedy), []).append(r)
-    found = []
-    for first, *more in alike.values():
-        if more:
-            names = tuple(dict.fromkeys(r.name for r in (first, *more)))
-            lines = list(dict.fromkeys(r.source for r in (first, *more) if r.source))
+    merged = []
+    for first, *others in alike.values():
+        if others:
+            names = tuple(dict.fromkeys(r.name for r in (first, *others)))
+            lines = list(dict.fromkeys(r.source for r in (first, *others) if r.source))
             lines = lines if len(lines) <= 2 else [f"{lines[0]} ... {lines[-1]} ({len(lines)} lines)"]
             name = names[0] if len(names) == 1 else _format_names(names)
             first = dataclasses.replace(first, name=name, source=", ".join(lines))
-        found.append(first)
-    return found
+        merged.append(first)
+    return merged
 
 
 def _format_expert(expert: str) -> str:

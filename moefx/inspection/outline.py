@@ -169,11 +169,11 @@ def _refine_label(node: Node, labels: dict[Node, Hashable], repeated: set[Hashab
     Ignores neighbours that only the first or last expert has, and steps of the same kind, such as the running sum over
     experts.
     """
-    own = labels[node]
+    label_here = labels[node]
 
     def among(neighbours: Iterable[Node]) -> list[Hashable]:
-        found = (labels.get(_find_producer(n)) for n in neighbours)
-        return [label for label in found if label in repeated and label != own]
+        neighbour_labels = (labels.get(_find_producer(n)) for n in neighbours)
+        return [label for label in neighbour_labels if label in repeated and label != label_here]
 
     users = [u for user in node.users for u in (user.users if is_getitem(user) else [user])]
-    return own, tuple(among(node.all_input_nodes)), frozenset(among(users))
+    return label_here, tuple(among(node.all_input_nodes)), frozenset(among(users))

@@ -142,21 +142,21 @@ class BlockGraph:
         """
         if not self.find(PLACE_CHOICES):
             return self, self._offsets()
-        block, found = self.copy(), []
+        block, offsets = self.copy(), []
         local = block._offsets()
         for node in block.find(PLACE_CHOICES):
             (topk_ids, keep), num_experts = node.args, len(node.kwargs["places"])  # type: ignore[arg-type]
             with block.graph.inserting_before(node):
                 arguments: Any = (topk_ids, None, keep), {"num_experts": num_experts}
                 pft = block.graph.call_function(torch.ops.moefx.build_pft.default, *arguments)
-                found.append(block.graph.call_function(operator.getitem, (pft, _EXPERT_OFFSETS)))
-        return block, found + local
+                offsets.append(block.graph.call_function(operator.getitem, (pft, _EXPERT_OFFSETS)))
+        return block, offsets + local
 
     def _offsets(self) -> list[Node]:
         """Return the used `expert_offsets` of the PFTs that are built from this rank's tokens."""
         built = [node for node in self.find(BUILD_PFT) if not _includes_other_ranks(node)]
-        found = [results[_EXPERT_OFFSETS] for node in built if (results := graph_codegen.list_results(node))]
-        return [offsets for offsets in found if offsets is not None]
+        candidates = [results[_EXPERT_OFFSETS] for node in built if (results := graph_codegen.list_results(node))]
+        return [offsets for offsets in candidates if offsets is not None]
 
     def __str__(self) -> str:
         return print_block(self)

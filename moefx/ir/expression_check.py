@@ -123,8 +123,8 @@ def _check_keywords(op: Any, keywords: dict[str, Any]) -> None:
 def _check_number(value: Any) -> None:
     is_large = isinstance(value, int) and abs(value) >= MAX_INTEGER  # too many digits to print
     if is_large or not (value is None or isinstance(value, (bool, int, float))):
-        found = "an integer of more than 64 bits" if is_large else repr(value)[:80]
-        raise InvalidInput(f"an expression has {found}, which is no allowed number")
+        shown = "an integer of more than 64 bits" if is_large else repr(value)[:80]
+        raise InvalidInput(f"an expression has {shown}, which is no allowed number")
 
 
 __all__ = ["check_dtype", "check_expression", "is_pointwise", "resolve_op"]

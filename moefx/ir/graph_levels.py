@@ -71,12 +71,12 @@ class Violation(NamedTuple):
 
 def find_violations(block: BlockGraph, level: GraphLevel) -> list[Violation]:
     """Return the nodes that are not legal at `level`."""
-    found = []
+    violations = []
     for node in block.graph.nodes:
         reason = _find_illegality(node, level) or (is_dead(node) and "nothing uses its result and it has no effect")
         if reason:
-            found.append(Violation(node, reason))
-    return found
+            violations.append(Violation(node, reason))
+    return violations
 
 
 def is_dead(node: Node) -> bool:

@@ -129,10 +129,10 @@ class _RecordedOps:
     """
 
     def __init__(self, wiring: Wiring, inputs: Sequence[Any], needs: Sequence[bool]):
-        more = [None] * (wiring.num_values - wiring.num_inputs)
+        unset = [None] * (wiring.num_values - wiring.num_inputs)
         self.wiring = wiring
-        self.needs: list[Any] = [*needs, *more]
-        self.dtypes: list[Any] = [*(t.dtype if need else None for t, need in zip(inputs, needs, strict=True)), *more]
+        self.needs: list[Any] = [*needs, *unset]
+        self.dtypes: list[Any] = [*(t.dtype if need else None for t, need in zip(inputs, needs, strict=True)), *unset]
         self.makers: list[_OpCall | None] = [None] * wiring.num_values
         self.calls: list[_OpCall] = []
         self.saved: list[Any] = []
@@ -148,7 +148,7 @@ class _RecordedOps:
     def run(self, op: Op, index: int, *args: Any, **kwargs: Any) -> Any:
         numbers, needs = self.wiring.arguments[index], self.needs
         used, kwargs, outputs = _run_op(op, args, kwargs)
-        needed = tuple([any([needs[n] for n in each]) for each in numbers])
+        needed = tuple([any([needs[n] for n in value_numbers]) for value_numbers in numbers])
         if op.derivative is None or not any(needed):
             return outputs
         call = _OpCall(op, index, needed, self.makers[numbers[-1][-1]] if numbers[-1] else None)
@@ -234,9 +234,9 @@ def _run_backward(ctx: Any, call: _OpCall, wiring: Wiring, saved: Sequence[Any],
         call.next_functions = [(_find_maker(ctx, numbers[-1][-1]), 0)]
     call.saved_tensors = [saved[position] for position in call.saved_positions]
     assert call.dialect_op.derivative is not None
-    found = call.dialect_op.derivative.backward(call, grads)
+    gradients = call.dialect_op.derivative.backward(call, grads)
     call.saved_tensors = ()
-    for targets, whole, gradient in zip(numbers, is_list, found, strict=True):
+    for targets, whole, gradient in zip(numbers, is_list, gradients, strict=True):
         if gradient is None:
             continue
         for target, grad in zip(targets, gradient if whole else (gradient,), strict=True):

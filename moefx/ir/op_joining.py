@@ -135,7 +135,7 @@ def _wire(inputs: Sequence[Node], calls: Sequence[Node], outputs: Sequence[Node]
     for call in calls:
         lists = tuple(isinstance(a, (list, tuple)) for a in call.args)
         items: Any = [a if whole else (a,) for a, whole in zip(call.args, lists, strict=True)]
-        arguments.append(tuple(tuple(number[n] for n in each if isinstance(n, Node)) for each in items))
+        arguments.append(tuple(tuple(number[n] for n in item if isinstance(n, Node)) for item in items))
         is_list.append(lists)
         nodes = _list_result_nodes(call)
         number.update({node: total + index for node, index in nodes.items()})

@@ -25,7 +25,7 @@ from .decision import Candidate, Decision, Facts
 from .describe import describe_survey
 from .local_platform import PLATFORM_VARIABLE, LocalPlatform, find_local_platform
 from .mesh_axes import STAGES, AxisUse, list_axis_uses
-from .search import STATES, choose_way, estimate_entry
+from .search import STATES, choose_layout_dispatch, estimate_entry
 from .step_formulas import evaluate_memory
 
 _POLICIES = ("h", "x")  # "all" keeps more than "h" and takes as long
@@ -39,7 +39,7 @@ def find_mesh_platform(mesh: Any, plan: Plan) -> LocalPlatform:
 
 
 def collect_facts(
-    model: nn.Module, survey: Survey, asked: Plan, local: LocalPlatform, example_inputs: Any = None, mesh: Any = None
+    model: nn.Module, survey: Survey, plan: Plan, local: LocalPlatform, example_inputs: Any = None, mesh: Any = None
 ) -> Facts:
     """Collect the facts that this rank contributes to the decision.
 
@@ -57,26 +57,30 @@ def collect_facts(
                 length, source = _sequence_length(example_inputs, total), "as in the example inputs"
     except UnknownArchitecture as error:
         architecture = str(error)
-    if asked.tokens is not None:
-        total, source = asked.tokens, "as planned"
+    if plan.tokens is not None:
+        total, source = plan.tokens, "as planned"
         length = length if total % length == 0 else total
-    if asked.memory is not None:
-        local = dataclasses.replace(local, platform=dataclasses.replace(local.platform, capacity=float(asked.memory)))
+    if plan.memory is not None:
+        local = dataclasses.replace(
+            local, platform=dataclasses.replace(local.platform, memory_bytes=float(plan.memory))
+        )
     stage, stages = 0, 1
     if mesh is not None and STAGES in (mesh.mesh_dim_names or ()):
         axis = mesh.mesh_dim_names.index(STAGES)
         stage, stages = mesh.get_coordinate()[axis], mesh.mesh.shape[axis]
-    return Facts(asked, architecture, total // length, length, source, local, stage, stages)
+    return Facts(plan, architecture, total // length, length, source, local, stage, stages)
 
 
-def decide(facts_by_rank: Mapping[int, Facts | str], own: int, mesh: Any = None, *, is_whole: bool = True) -> Decision:
+def decide(
+    facts_by_rank: Mapping[int, Facts | str], own_rank: int, mesh: Any = None, *, is_whole: bool = True
+) -> Decision:
     """Decide for this rank by the facts of all ranks, so that all ranks decide alike.
 
     All stages of a pipeline share the expert axes. Each stage has its own checkpoint policy.
 
     Args:
         facts_by_rank: the facts of each rank, or the error of a rank that cannot go on.
-        own: this rank.
+        own_rank: this rank.
         mesh: None for one device.
         is_whole: see `mesh_axes.list_axis_uses`.
 
@@ -84,27 +88,27 @@ def decide(facts_by_rank: Mapping[int, Facts | str], own: int, mesh: Any = None,
         InvalidPlan: the mesh has no axis for experts, no axis divides the experts, or the ranks disagree.
     """
     ranks = _check_agreement(facts_by_rank)
-    stages, asked = _merge_by_stage(list(ranks.values())), ranks[own].asked
-    own_stage = stages[ranks[own].stage]
+    stages, wanted = _merge_by_stage(list(ranks.values())), ranks[own_rank].user_plan
+    own_stage = stages[ranks[own_rank].stage]
     if unknown := next((facts.model for facts in stages.values() if isinstance(facts.model, str)), ""):
-        changes: dict[str, Any] = dict(checkpoint="h") if asked.checkpoint == "auto" else {}
-        changes |= dict(expert_axis=None) if asked.expert_axis == "auto" else {}
+        changes: dict[str, Any] = dict(checkpoint="h") if wanted.checkpoint == "auto" else {}
+        changes |= dict(expert_axis=None) if wanted.expert_axis == "auto" else {}
         warning = f"the planner cannot read this model and uses the defaults: {unknown}"
-        return Decision(asked.replace(**changes), own_stage, warning=warning)
-    choices = [AxisUse()] if mesh is None else list_axis_uses(mesh, asked, is_whole=is_whole)
-    if asked.expert_axis == "auto":
+        return Decision(wanted.replace(**changes), own_stage, warning=warning)
+    choices = [AxisUse()] if mesh is None else list_axis_uses(mesh, wanted, is_whole=is_whole)
+    if wanted.expert_axis == "auto":
         choices = _drop_replica_axes(choices)
     models = {stage: facts.model for stage, facts in stages.items() if isinstance(facts.model, Architecture)}
     choices = _drop_uneven(choices, models.values())
     use, tried = choices[0], {}
-    for zero in (0, 1, 2, 3) if asked.zero is None else (asked.zero,):
+    for zero in (0, 1, 2, 3) if wanted.zero is None else (wanted.zero,):
         tried = {stage: _estimate_candidates(choices, model, stages[stage], zero) for stage, model in models.items()}
         use = min(choices, key=lambda use: _slowest_stage_rank(use, tried))
         if not any(_slowest_stage_rank(use, tried)[:1]) or use.tp * use.dp == 1:
             break
-    mine = sorted(tried.get(own_stage.stage, []), key=lambda t: t.rank)
-    first = next((t for t in mine if t.use == use), None)
-    shown = (first, *(t for t in mine if t is not first)) if first else ()
+    here_tried = sorted(tried.get(own_stage.stage, []), key=lambda t: t.rank)
+    first = next((t for t in here_tried if t.use == use), None)
+    shown = (first, *(t for t in here_tried if t is not first)) if first else ()
     warning = _shortage_warning(first, own_stage) if first and first.lacking > 0 else ""
     return Decision(_build_plan(use, shown, own_stage), own_stage, shown, warning)
 
@@ -115,33 +119,33 @@ def _check_agreement(facts_by_rank: Mapping[int, Facts | str]) -> dict[int, Fact
     Raises:
         InvalidPlan: a rank failed, or two ranks differ.
     """
-    found: dict[int, Facts] = {}
+    by_rank: dict[int, Facts] = {}
     for rank, facts in sorted(facts_by_rank.items()):
         if isinstance(facts, str):
             raise InvalidPlan(f"rank {rank} of the mesh cannot go on, {facts}")
-        found[rank] = facts
-    (first, mine), *others = ((rank, _agreement_fields(facts)) for rank, facts in found.items())
+        by_rank[rank] = facts
+    (first, expected), *others = ((rank, _agreement_fields(facts)) for rank, facts in by_rank.items())
     for rank, theirs in others:
         if wrong := [
-            f"{what}: rank {first} {mine[what]}, rank {rank} {theirs[what]}"
-            for what in mine
-            if mine[what] != theirs[what]
+            f"{field}: rank {first} {expected[field]}, rank {rank} {theirs[field]}"
+            for field in expected
+            if expected[field] != theirs[field]
         ]:
             raise InvalidPlan(f"the ranks of the mesh do not agree on {'; '.join(wrong)}")
-    return found
+    return by_rank
 
 
 def _agreement_fields(facts: Facts) -> dict[str, str]:
-    fields = {f"Plan({name}=...)": repr(value) for name, value in dataclasses.asdict(facts.asked).items()}
+    fields = {f"Plan({name}=...)": repr(value) for name, value in dataclasses.asdict(facts.user_plan).items()}
     return fields | {f"their platform, which {PLATFORM_VARIABLE} may name": facts.here.platform.name}
 
 
 def _merge_by_stage(all_facts: list[Facts]) -> dict[int, Facts]:
     """Return the facts of each stage, with the most tokens and the least memory of any rank."""
     most = max(all_facts, key=lambda facts: (facts.sequences * facts.tokens, facts.tokens))
-    least = min(facts.here.platform.capacity for facts in all_facts)
+    least = min(facts.here.platform.memory_bytes for facts in all_facts)
     here = dataclasses.replace(
-        all_facts[0].here, platform=dataclasses.replace(all_facts[0].here.platform, capacity=least)
+        all_facts[0].here, platform=dataclasses.replace(all_facts[0].here.platform, memory_bytes=least)
     )
     alike = dict(sequences=most.sequences, tokens=most.tokens, source=most.source, here=here)
     return {facts.stage: dataclasses.replace(facts, **alike) for facts in reversed(all_facts)}
@@ -153,14 +157,14 @@ def _drop_replica_axes(choices: list[AxisUse]) -> list[AxisUse]:
     Raises:
         InvalidPlan: no use is left.
     """
-    found = [use for use in choices if not any(map(is_replica_axis, use.expert_axis))]
-    if not found:
+    kept = [use for use in choices if not any(map(is_replica_axis, use.expert_axis))]
+    if not kept:
         shown = "; ".join(map(str, choices))
         raise InvalidPlan(
             f"Plan(expert_axis='auto'): the mesh leaves {shown} to choose from, and an axis of that name holds "
             "replicas. Add an axis 'ep' to the mesh, or name the axis in Plan(expert_axis=...)"
         )
-    return found
+    return kept
 
 
 def _drop_uneven(choices: list[AxisUse], models: Iterable[Architecture]) -> list[AxisUse]:
@@ -170,32 +174,32 @@ def _drop_uneven(choices: list[AxisUse], models: Iterable[Architecture]) -> list
         InvalidPlan: no use is left.
     """
     numbers = sorted({model.num_experts for model in models})
-    found = [use for use in choices if not any(number % use.ep for number in numbers)]
-    if not found:
+    kept = [use for use in choices if not any(number % use.ep for number in numbers)]
+    if not kept:
         experts = " and ".join(map(str, numbers))
         raise InvalidPlan(f"{experts} experts do not divide: " + "; ".join(map(str, choices)))
-    return found
+    return kept
 
 
 def _estimate_candidates(choices: list[AxisUse], model: Architecture, facts: Facts, zero: int) -> list[Candidate]:
     """Estimate every use and policy at one stage, with as many micro-batches in flight as under 1F1B."""
-    platform, asked, found = facts.here.platform, facts.asked, []
+    platform, wanted, candidates = facts.here.platform, facts.user_plan, []
     for use in choices:
         first = use.experts_first(platform)
-        for kept in _POLICIES if asked.checkpoint == "auto" else (asked.checkpoint,):
+        for kept in _POLICIES if wanted.checkpoint == "auto" else (wanted.checkpoint,):
             layout = use.layout(
                 zero=zero, kept=kept, sequences=facts.sequences, tokens=facts.tokens,
                 microbatches=facts.stages - facts.stage, schedule="gpipe",
             )  # fmt: skip
-            way = choose_way(model, layout, platform, first, asked.dispatch)
-            entry = estimate_entry(model, dataclasses.replace(layout, way=way), platform, first)
-            found.append(Candidate(use, entry, entry.memory["M_gpu"] - platform.capacity))
-    return found
+            dispatch = choose_layout_dispatch(model, layout, platform, first, wanted.dispatch)
+            entry = estimate_entry(model, dataclasses.replace(layout, dispatch=dispatch), platform, first)
+            candidates.append(Candidate(use, entry, entry.memory["M_gpu"] - platform.memory_bytes))
+    return candidates
 
 
 def _slowest_stage_rank(use: AxisUse, tried: Mapping[int, list[Candidate]]) -> tuple[float, ...]:
     """Return the rank of a use: its best candidate on each stage, and the slowest stage's one."""
-    return max((min(t.rank for t in each if t.use == use) for each in tried.values()), default=(0.0,))
+    return max((min(t.rank for t in candidates if t.use == use) for candidates in tried.values()), default=(0.0,))
 
 
 def _build_plan(use: AxisUse, tried: Sequence[Candidate], facts: Facts) -> Plan:
@@ -203,13 +207,13 @@ def _build_plan(use: AxisUse, tried: Sequence[Candidate], facts: Facts) -> Plan:
     axes: Any = use.expert_axis if len(use.expert_axis) > 1 else next(iter(use.expert_axis), None)
     # These fields told the planner what to assume; they have no effect now.
     changes: dict[str, Any] = dict(tokens=facts.sequences * facts.tokens, memory=None, zero=None)
-    if facts.asked.checkpoint == "auto":
+    if facts.user_plan.checkpoint == "auto":
         changes |= dict(checkpoint=first.entry.layout.kept if first else "h")
-    if facts.asked.expert_axis == "auto":
+    if facts.user_plan.expert_axis == "auto":
         changes |= dict(expert_axis=axes, sequence_axis=use.sequence_axis)
-    if facts.asked.dispatch == "auto" and first and use.ep > 1 and not _has_room_to_gather(first, facts):
-        changes |= dict(dispatch=first.entry.layout.way)
-    return facts.asked.replace(**changes)
+    if facts.user_plan.dispatch == "auto" and first and use.ep > 1 and not _has_room_to_gather(first, facts):
+        changes |= dict(dispatch=first.entry.layout.dispatch)
+    return facts.user_plan.replace(**changes)
 
 
 def _has_room_to_gather(chosen: Candidate, facts: Facts) -> bool:
@@ -222,24 +226,25 @@ def _has_room_to_gather(chosen: Candidate, facts: Facts) -> bool:
     if len(platform.levels(layout.ep, 1 if chosen.entry.experts_first else layout.expert_replicas)[0]) > 1:
         return True
     return (
-        evaluate_memory(facts.model, dataclasses.replace(layout, way="gather"), platform)["M_gpu"] <= platform.capacity
+        evaluate_memory(facts.model, dataclasses.replace(layout, dispatch="gather"), platform)["M_gpu"]
+        <= platform.memory_bytes
     )
 
 
 def _shortage_warning(least: Candidate, facts: Facts) -> str:
     assert isinstance(facts.model, Architecture)
-    layout, platform, taken = least.entry.layout, facts.here.platform, least.entry.memory
-    most = max(STATES, key=taken.__getitem__)
+    layout, platform, memory = least.entry.layout, facts.here.platform, least.entry.memory
+    most = max(STATES, key=memory.__getitem__)
     again = evaluate_memory(facts.model, dataclasses.replace(layout, recompute=True), platform)["M_gpu"]
     remedy = (
         "It fits if layers run again in the backward (torch.utils.checkpoint)"
-        if again <= platform.capacity
+        if again <= platform.memory_bytes
         else "Take fewer tokens, more ranks or more memory"
     )
     return (
-        f"nothing fits {amount(platform.capacity, 'B')} a rank with {facts.tokens_text}. What lacks least is taken, "
-        f"{least}: "
-        f"{amount(taken['M_gpu'], 'B')}, of which {most} is {amount(taken[most], 'B')}. {remedy}"
+        f"nothing fits {amount(platform.memory_bytes, 'B')} a rank with {facts.tokens_text}. The choice is the "
+        f"layout that lacks least, {least}: {amount(memory['M_gpu'], 'B')}, of which {most} is "
+        f"{amount(memory[most], 'B')}. {remedy}"
     )
 
 

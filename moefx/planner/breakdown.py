@@ -53,19 +53,19 @@ def evaluate_parts(sheet: Sheet, name: str, values: dict[str, float]) -> dict[st
 
 def split_sum(sheet: Sheet, name: str) -> dict[str, sympy.Expr]:
     """Return the terms of a sum by the name of their formula, in the order of the sheet."""
-    found: dict[str, sympy.Expr] = {}
+    terms: dict[str, sympy.Expr] = {}
 
     def take(formula: Formula, factor: sympy.Expr) -> None:
         for term, inside in _list_terms(sheet, formula):
             if inside is None:
-                found[formula.name] = found.get(formula.name, sympy.Integer(0)) + factor * term
+                terms[formula.name] = terms.get(formula.name, sympy.Integer(0)) + factor * term
             elif _is_sum(sheet, inside):
                 take(inside, factor * term / inside.symbol)
             else:
-                found[inside.name] = found.get(inside.name, sympy.Integer(0)) + factor * term
+                terms[inside.name] = terms.get(inside.name, sympy.Integer(0)) + factor * term
 
     take(sheet.formulas[name], sympy.Integer(1))
-    return {name: found[name] for name in sheet.formulas if name in found}
+    return {name: terms[name] for name in sheet.formulas if name in terms}
 
 
 def _list_terms(sheet: Sheet, formula: Formula) -> list[tuple[sympy.Expr, Formula | None]]:

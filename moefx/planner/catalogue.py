@@ -19,8 +19,8 @@ def _mla(num_heads: int, query_rank: int = 1536, num_extra: int = 0) -> Attentio
     )  # fmt: skip
 
 
-def _gqa(num_heads: int, num_kv_heads: int, head_size: int = 128, **more: object) -> Attention:
-    return Attention(num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, **more)  # type: ignore[arg-type]
+def _gqa(num_heads: int, num_kv_heads: int, head_size: int = 128, **options: object) -> Attention:
+    return Attention(num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, **options)  # type: ignore[arg-type]
 
 
 def _xmoe(name: str, d: int, h: int, E: int, k: int, layers: int, total: float, active: float, s: int) -> Architecture:
@@ -132,12 +132,12 @@ def find_model(name: str) -> Architecture:
     Raises:
         UnknownArchitecture: no model has this name. The message has similar names.
     """
-    found = MODELS.get(name.lower())
-    if found is None:
+    model = MODELS.get(name.lower())
+    if model is None:
         near = nearest(name.lower(), MODELS, cutoff=0.5)
         where = "and no such file" if "/" in name or name.endswith(".json") else "in the catalogue"
         raise UnknownArchitecture(
             f"no model {name!r} {where}{near or '.'} The catalogue has {', '.join(MODELS)}; a transformers config is "
             "named by its file or directory, a module of your own by package.module:factory or given to moefx.plan"
         )
-    return found
+    return model

@@ -24,8 +24,8 @@ P_dense, P_experts = quantities("P_dense P_experts")
 def build_exchange_sheet(levels: int) -> Sheet:
     """Return the formulas of one exchange of a rank's tokens in one direction.
 
-    `rows_flat_2` are the rows of a token that leave a rank over level 2 by way "flat", `T_flat` the seconds. The ways
-    of several hops ("rbd", "halo") need at least two levels.
+    `rows_flat_2` are the rows of a token that leave a rank over level 2 with dispatch "flat", `T_flat` the
+    seconds. Dispatches of several hops ("rbd", "halo") need at least two levels.
     """
     sizes = [quantity(f"n{i + 1}") for i in range(levels)]
     links = [(quantity(f"alpha{i + 1}"), quantity(f"beta{i + 1}")) for i in range(levels)]
@@ -38,26 +38,26 @@ def build_exchange_sheet(levels: int) -> Sheet:
         made.append(Formula(name, expression, unit, meaning))
         return made[-1].symbol
 
-    def at_once(way: str, rows: sympy.Expr, w: sympy.Expr, what: str) -> None:
+    def add_even_exchange(dispatch: str, rows: sympy.Expr, w: sympy.Expr, note: str) -> None:
         """Add the formulas of an exchange among all ranks, which uses the links of all levels at the same time."""
         leaving = [
             formula(
-                f"rows_{way}_{i + 1}",
+                f"rows_{dispatch}_{i + 1}",
                 rows / within * (1 - 1 / size),
                 "1",
-                f"rows of a token that leave a rank over level {i + 1}: {what}",
+                f"rows of a token that leave a rank over level {i + 1}: {note}",
             )
             for i, (size, within) in enumerate(zip(sizes, above, strict=True))
         ]
         slowest = [rows_out * t * w * beta for rows_out, (_, beta) in zip(leaving, links, strict=True)]
         through = sympy.Max(*slowest, rows * (1 - 1 / ranks) * t * w * beta0)
-        took = f"an exchange, one direction: {what}; the slowest level"
-        formula(f"T_{way}", alpha0 + through + rows * t * w * gamma, "s", took)
+        took = f"an exchange, one direction: {note}; the slowest level"
+        formula(f"T_{dispatch}", alpha0 + through + rows * t * w * gamma, "s", took)
 
-    at_once("flat", k, w1, "one row for each slot")
+    add_even_exchange("flat", k, w1, "one row for each slot")
     of_ranks = formula("D", distinct(E, k, ranks), "1", "ranks that a token's experts are on; X-MoE figure 4")
-    at_once("dedup", of_ranks, w, "one row for each rank")
-    at_once("all_gather", ranks, w_all, "one row for every rank")
+    add_even_exchange("dedup", of_ranks, w, "one row for each rank")
+    add_even_exchange("all_gather", ranks, w_all, "one row for every rank")
     if levels > 1:
         seconds, hop_rows = [], []
         for i, (size, within) in enumerate(zip(sizes, above, strict=True)):
@@ -98,7 +98,7 @@ VOLUMES = Sheet(
             "V_gather",
             2 * b * s * d * (G - 1) / G,
             "B",
-            "SSMB: what a rank receives of a layer in one direction; X-MoE C.2",
+            "SSMB: bytes that a rank receives per layer in one direction; X-MoE C.2",
         ),
         Formula("V_p2p", 2 * b * s * d, "B", "to the next stage or back, of a micro-batch; Piper section III.B.2"),
         Formula(
@@ -117,9 +117,9 @@ VOLUMES = Sheet(
 )
 
 
-def exchange_symbol(way: str) -> str:
-    """Return the name of an exchange's seconds, in one direction, by way of rows."""
-    return "T_all_gather" if way == "gather" else f"T_{way}"  # T_gather is that of SSMB
+def exchange_symbol(dispatch: str) -> str:
+    """Return the symbol of the seconds of an exchange in one direction with a dispatch."""
+    return "T_all_gather" if dispatch == "gather" else f"T_{dispatch}"  # T_gather is that of SSMB
 
 
 def row_bytes(width: int, choices: int, experts_per_rank: int, is_weighted: bool = True) -> tuple[int, int, int, int]:
@@ -168,7 +168,7 @@ def level_values(
         whole: (alpha, beta) over all levels.
         handling: seconds to pack and unpack a byte.
     """
-    found = {"alpha0": whole[0], "beta0": whole[1], "gamma": handling}
+    values = {"alpha0": whole[0], "beta0": whole[1], "gamma": handling}
     for i, (size, (alpha, beta)) in enumerate(zip(sizes, links, strict=True)):
-        found |= {f"n{i + 1}": size, f"alpha{i + 1}": alpha, f"beta{i + 1}": beta}
-    return found
+        values |= {f"n{i + 1}": size, f"alpha{i + 1}": alpha, f"beta{i + 1}": beta}
+    return values

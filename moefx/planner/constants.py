@@ -11,7 +11,7 @@ from .architecture import Architecture
 from .platforms import FREE, Platform
 
 _UNITS = {
-    "capacity": "B", "overhead": "B", "peak": "FLOP/s", "expert_gemm": "FLOP/s", "memory_bandwidth": "B/s",
+    "memory_bytes": "B", "overhead": "B", "peak": "FLOP/s", "expert_gemm": "FLOP/s", "memory_bandwidth": "B/s",
     "dense_rows": "B/s", "expert_rows": "B/s", "expert_weights": "B/s", "dense_launch": "s", "expert_launch": "s",
     "handling": "s/B",
 }  # fmt: skip
@@ -38,7 +38,7 @@ def render_sources(platform: Platform) -> str:
         rows.append([name, shown, _find_source(platform, name, value)])
     links = [
         [n.name, str(n.ranks or "all"), amount(n.bandwidth, "B/s"), amount(n.latency, "s"),
-         amount(n.p2p or n.bandwidth, "B/s"), n.source or "not said"]
+         amount(n.p2p or n.bandwidth, "B/s"), n.source or "no source"]
         for n in platform.networks
     ]  # fmt: skip
     head = ["network", "ranks", "a rank, all sending", "latency", "to one other", "source"]
@@ -74,8 +74,8 @@ def render_assumptions(model: Architecture, platform: Platform) -> str:
 
 
 def _list_figures(platform: Platform) -> dict[str, float]:
-    found = {field.name: getattr(platform, field.name) for field in dataclasses.fields(platform)}
-    return {name: value for name, value in found.items() if isinstance(value, (int, float))}
+    fields = {field.name: getattr(platform, field.name) for field in dataclasses.fields(platform)}
+    return {name: value for name, value in fields.items() if isinstance(value, (int, float))}
 
 
 def _find_source(platform: Platform, name: str, value: float) -> str:
@@ -83,4 +83,4 @@ def _find_source(platform: Platform, name: str, value: float) -> str:
     defaults = {field.name: field.default for field in dataclasses.fields(Platform)}
     if name in platform.sources:
         return platform.sources[name]
-    return (_NOT_MEASURED if name != "fast_domain" else "") if value == defaults[name] else "not said"
+    return (_NOT_MEASURED if name != "fast_domain" else "") if value == defaults[name] else "no source"

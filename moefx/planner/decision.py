@@ -20,7 +20,7 @@ class Facts:
     """The facts of a rank that the planner decides by.
 
     Attributes:
-        asked: the plan that leaves fields open.
+        user_plan: the plan that leaves fields open.
         model: the model of this stage, None without experts, or the reason why the planner cannot read it.
         sequences: sequences of a micro-batch on this rank.
         tokens: tokens of a sequence.
@@ -29,7 +29,7 @@ class Facts:
         stage, stages: this stage of the pipeline, and the number of stages.
     """
 
-    asked: Plan
+    user_plan: Plan
     model: Architecture | str | None
     sequences: int
     tokens: int
@@ -77,7 +77,7 @@ class Decision:
     """The decided plan and its reasons; `print` shows them.
 
     Attributes:
-        plan: the plan without open fields. Only the way of rows may be open, which `compile` measures.
+        plan: the plan without open fields. Only the dispatch may be open, which `compile` measures.
         facts: the facts of this rank's stage.
         tried: the candidates of this stage: the chosen one, then those that fit (fastest first), then the others.
         warning: "" if all is well.
@@ -89,15 +89,15 @@ class Decision:
     warning: str = ""
 
     @property
-    def taken(self) -> dict[str, Any]:
+    def decided(self) -> dict[str, Any]:
         """The fields that the planner decided, with their values."""
-        asked, made = dataclasses.asdict(self.facts.asked), dataclasses.asdict(self.plan)
-        return {name: value for name, value in made.items() if value not in (asked[name], None) and name != "tokens"}
+        wanted, made = dataclasses.asdict(self.facts.user_plan), dataclasses.asdict(self.plan)
+        return {name: value for name, value in made.items() if value not in (wanted[name], None) and name != "tokens"}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the decision as values that JSON can hold."""
         return {
-            "plan": dataclasses.asdict(self.plan), "taken": self.taken, "warning": self.warning,
+            "plan": dataclasses.asdict(self.plan), "taken": self.decided, "warning": self.warning,
             "platform": self.facts.here.platform.name, "why": self.facts.here.why,
             "tried": [
                 {"what": str(t), "bytes": t.entry.memory["M_gpu"], "lacking": max(t.lacking, 0.0),
@@ -108,7 +108,7 @@ class Decision:
 
     def __str__(self) -> str:
         facts, here = self.facts, self.facts.here
-        lines = [f"planned     {', '.join(f'{name}={value!r}' for name, value in self.taken.items()) or 'as given'}"]
+        lines = [f"planned     {', '.join(f'{name}={value!r}' for name, value in self.decided.items()) or 'as given'}"]
         if self.tried:
             zero = self.tried[0].entry.layout.zero
             spread = f"ZeRO-{zero}" + (", which is yours to do (fully_shard)" if zero else "")
@@ -116,12 +116,12 @@ class Decision:
             alike = f", the same along {shared!r}" if shared else ""
             lines.append(f"  tokens    {facts.tokens_text}, {facts.source}{alike}")
             lines.append(f"  states    16 bytes a parameter, Adam in mixed precision, {spread}")
-            planned = " as planned" if facts.asked.memory else ""
-            lines.append(f"  memory    {amount(here.platform.capacity, 'B')} a rank{planned}")
+            planned = " as planned" if facts.user_plan.memory else ""
+            lines.append(f"  memory    {amount(here.platform.memory_bytes, 'B')} a rank{planned}")
             lines.append(f"  platform  {here.platform.name}, {here.why}")
-        for head, each in zip(("chosen", "others", *[""] * len(self.tried)), self.tried[:_SHOWN], strict=False):
-            times = f"{each.seconds / self.tried[0].seconds:.2f} times as long"
-            shown = amount(each.seconds, "s") if here.is_known else times
-            short = f", {amount(each.lacking, 'B')} too much" if each.lacking > 0 else ""
-            lines.append(f"  {head:<10}{each}: {amount(each.entry.memory['M_gpu'], 'B')}{short}, {shown}")
+        for head, candidate in zip(("chosen", "others", *[""] * len(self.tried)), self.tried[:_SHOWN], strict=False):
+            times = f"{candidate.seconds / self.tried[0].seconds:.2f} times as long"
+            shown = amount(candidate.seconds, "s") if here.is_known else times
+            short = f", {amount(candidate.lacking, 'B')} too much" if candidate.lacking > 0 else ""
+            lines.append(f"  {head:<10}{candidate}: {amount(candidate.entry.memory['M_gpu'], 'B')}{short}, {shown}")
         return "\n".join([*lines, *([f"  warning   {self.warning}"] if self.warning else [])])

@@ -38,8 +38,8 @@ def describe(model: nn.Module, example_inputs: Any = None) -> Architecture:
         UnknownArchitecture: no block was rewritten, or the blocks differ. The message has the reasons or the sizes.
     """
     model = getattr(model, "_orig_mod", model)  # the module inside of torch.compile's wrapper
-    found = survey_and_check(model, example_inputs, Plan(validation="symbolic"))
-    return describe_survey(model, found)
+    survey = survey_and_check(model, example_inputs, Plan(validation="symbolic"))
+    return describe_survey(model, survey)
 
 
 def describe_survey(model: nn.Module, survey: Survey) -> Architecture:
@@ -110,17 +110,17 @@ def _read_expert_sizes(graph: Any, name: str) -> tuple[int, ...]:
 def _find_layers(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
     """Return the layers by name: all members of the outermost module lists that hold blocks. A block outside of a list
     is a layer itself."""
-    found: dict[str, nn.Module] = {}
+    layers: dict[str, nn.Module] = {}
     for name in names:
         steps = name.split(".")
         for i in range(1, len(steps)):
             inside = model.get_submodule(".".join(steps[:i]))
             if isinstance(inside, (nn.ModuleList, nn.Sequential)):
-                found |= {f"{'.'.join(steps[:i])}.{key}": child for key, child in inside.named_children()}
+                layers |= {f"{'.'.join(steps[:i])}.{key}": child for key, child in inside.named_children()}
                 break
         else:
-            found[name] = model.get_submodule(name)
-    return found
+            layers[name] = model.get_submodule(name)
+    return layers
 
 
 def _count_outside(model: nn.Module, layers: dict[str, nn.Module], d: int) -> tuple[int, int]:
@@ -128,7 +128,7 @@ def _count_outside(model: nn.Module, layers: dict[str, nn.Module], d: int) -> tu
 
     An embedding whose rows are not `d` wide is not the vocabulary's.
     """
-    inside = {id(each) for layer in layers.values() for each in (*layer.modules(), *layer.parameters())}
+    inside = {id(part) for layer in layers.values() for part in (*layer.modules(), *layer.parameters())}
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and id(m) not in inside]
     vocab = max((table.num_embeddings for table in tables if table.embedding_dim == d), default=0)
     return vocab, sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in inside)
@@ -141,8 +141,8 @@ def _read_attention(model: nn.Module, layer: nn.Module, d: int, has_attention: b
     owners = [config, *layer.modules()]
 
     def first(names: tuple[str, ...]) -> int | None:
-        found = (getattr(place, name, None) for place in owners for name in names)
-        return next((value for value in found if type(value) is int and value > 0), None)
+        values = (getattr(place, name, None) for place in owners for name in names)
+        return next((value for value in values if type(value) is int and value > 0), None)
 
     named = first(_HEADS)
     if not (named or has_attention):

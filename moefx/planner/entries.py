@@ -64,26 +64,26 @@ class Entry:
         x = self.layout
         shared = {"data parallelism": x.dp, "tensor parallelism": x.tp, "experts": x.ep}
         parts = [f"{x.pp} pipeline stages"] if x.pp > 1 else []
-        parts += [f"{what} over {ranks} GPUs" for what, ranks in shared.items() if ranks > 1]
+        parts += [f"{size_name} over {ranks} GPUs" for size_name, ranks in shared.items() if ranks > 1]
         parts += ["SSMB"] if x.ssmb else []
         kept = "only inputs of layers" if x.recompute else f"policy {x.kept!r}"
         return ", ".join([*parts, f"ZeRO-{x.zero}", f"kept for the backward: {kept}"])
 
     def __repr__(self) -> str:
         x = self.layout
-        found = f"{amount(self.memory['M_gpu'], 'B')}, {amount(self.seconds, 's')} a step, MFU {self.mfu:.1%}"
-        return f"<Entry {self.short}, {x.microbatches} micro-batches of {x.sequences}: {found}>"
+        figures = f"{amount(self.memory['M_gpu'], 'B')}, {amount(self.seconds, 's')} a step, MFU {self.mfu:.1%}"
+        return f"<Entry {self.short}, {x.microbatches} micro-batches of {x.sequences}: {figures}>"
 
     def cells(self) -> list[str]:
         """Return the entry's cells in a table with the columns `COLUMNS`, without the number."""
         x = self.layout
         placed = "-" if x.ep == 1 else "EP first" if self.experts_first else "DP first"
         order = {"1f1b": "", "interleaved": f" x{x.chunks}"}.get(x.schedule, f" {x.schedule}") if x.pp > 1 else ""
-        rows = x.way if x.ep > 1 else "-"
+        rows = x.dispatch if x.ep > 1 else "-"
         sizes = [f"{x.pp}{order}", x.tp, x.dp, x.ep, placed, "yes" if x.ssmb else "-", x.zero, rows]
         policies = ["inputs" if x.recompute else x.kept, f"{x.microbatches} of {x.sequences}"]
-        found = [amount(self.memory["M_gpu"], "B"), amount(self.seconds, "s"), f"{self.mfu:.1%}"]
-        return [*map(str, sizes), *policies, *found]
+        figures = [amount(self.memory["M_gpu"], "B"), amount(self.seconds, "s"), f"{self.mfu:.1%}"]
+        return [*map(str, sizes), *policies, *figures]
 
     @property
     def mesh(self) -> dict[str, tuple[Any, ...]]:
@@ -97,28 +97,28 @@ class Entry:
         axes = {name: size for name, size in (dict(pp=x.pp) | inner | dict(tp=x.tp)).items() if size > 1} or dict(dp=1)
         return dict(mesh_shape=tuple(axes.values()), mesh_dim_names=tuple(axes))
 
-    def plan(self, **more: Any) -> Plan:
+    def plan(self, **overrides: Any) -> Plan:
         """Return the plan for `moefx.compile` over the mesh of `mesh`. Without an expert axis `compile` takes no mesh.
 
         `compile` does not implement stages, TP, ZeRO and micro-batches. `Plan.layout` lists them, and `compile` raises
         for each one that is still listed.
 
         Args:
-            more: fields that replace the entry's.
+            overrides: fields that replace the entry's.
         """
         x, names = self.layout, self.mesh["mesh_dim_names"]
         counted = dict(pp=x.pp, tp=x.tp, ep=x.ep, zero=x.zero, microbatches=x.microbatches, recompute=int(x.recompute))
         spread: dict[str, Any] = dict(tokens=x.sequences * x.tokens, layout=counted)
         if x.ep > 1:
-            spread |= dict(expert_axis="ep", dispatch=x.way, topology_levels=self.units)
-            if x.way == "gather":
+            spread |= dict(expert_axis="ep", dispatch=x.dispatch, topology_levels=self.units)
+            if x.dispatch == "gather":
                 spread |= dict(max_tokens=-(-x.sequences * x.tokens // (x.tp if x.ssmb else 1)))
             if x.ssmb:
                 spread |= dict(expert_axis=("ep", "tp") if "ep" in names else "tp", sequence_axis="tp")
             if x.ssmb or x.tp == 1:  # otherwise "tp" ranks lie between "ep" ranks in both placements
                 spread |= dict(placement="ep_first" if self.experts_first else "dp_first")
         kept: Any = x.kept
-        return Plan(**(dict(checkpoint=kept) | spread | more))
+        return Plan(**(dict(checkpoint=kept) | spread | overrides))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ class CheckpointPolicy:
             are kept once.
         hidden: kept tensors of the hidden width: `"none"`, the `"up"`-projections, or `"all"` with the activation.
         outputs: copies of the experts' output, two bytes an element.
-        capacity: room of the buffers over the number of slots.
+        capacity_factor: room of the buffers over the number of slots.
         mask_bytes: bytes of an element of the [S, E, C] masks, summed over all masks.
         source: origin of these figures.
     """
@@ -30,7 +30,7 @@ class CheckpointPolicy:
     rows: int = 0
     hidden: Literal["none", "up", "all"] = "up"
     outputs: int = 0
-    capacity: float = 1.0
+    capacity_factor: float = 1.0
     mask_bytes: int = 0
     source: str = "Plan(checkpoint=...)"
 
@@ -44,11 +44,11 @@ CHECKPOINT_POLICIES = {
     "all": CheckpointPolicy(hidden="all"),
     "x-moe": CheckpointPolicy(rows=1, hidden="all", outputs=1, source="X-MoE table 2"),
     "tutel": CheckpointPolicy(
-        rows=1, hidden="all", outputs=2, capacity=1.25, source="X-MoE 5.4.1: A_combine in float32"
+        rows=1, hidden="all", outputs=2, capacity_factor=1.25, source="X-MoE 5.4.1: A_combine in float32"
     ),
     # A boolean mask, its copy in half precision for `einsum`, and the weights in float32 and in half precision.
     "deepspeed-moe": CheckpointPolicy(
-        rows=1, hidden="all", outputs=1, capacity=1.25, mask_bytes=1 + 2 + 4 + 2,
+        rows=1, hidden="all", outputs=1, capacity_factor=1.25, mask_bytes=1 + 2 + 4 + 2,
         source="X-MoE sections 3.1 and 5.1; dispatch_mask and combine_weights of DeepSpeed's sharded_moe.py",
     ),
 }  # fmt: skip
@@ -65,7 +65,7 @@ class Layout:
         ep: ranks that share the experts of a layer; divides tp * dp.
         ssmb: whether each tp rank routes its part of the sequence (X-MoE section 4.3). Otherwise all route all tokens.
         zero: ZeRO stage: optimizer states (1), gradients (2) and parameters (3) are spread over replicas.
-        way: how rows travel between the ranks of `ep`.
+        dispatch: how rows travel between the ranks of `ep`.
         kept: the experts' checkpoint policy, a key of `CHECKPOINT_POLICIES`.
         recompute: whether layers keep only their input and run again in the backward.
         sequences: sequences of a micro-batch on a rank.
@@ -81,7 +81,7 @@ class Layout:
     ep: int = 1
     ssmb: bool = False
     zero: int = 1
-    way: PlannedDispatch = "dedup"
+    dispatch: PlannedDispatch = "dedup"
     kept: str = "h"
     recompute: bool = False
     sequences: int = 1
@@ -97,7 +97,7 @@ class Layout:
             stage = f"tp * dp = {self.tp} * {self.dp} = {self.tp * self.dp}, the ranks of a stage"
             raise InvalidPlan(f"ep={self.ep} does not divide {stage}")
         for name, choices in (
-            ("way", get_args(PlannedDispatch)),
+            ("dispatch", get_args(PlannedDispatch)),
             ("schedule", get_args(Schedule)),
             ("kept", CHECKPOINT_POLICIES),
         ):
@@ -135,8 +135,8 @@ class Layout:
 
         Layers are split evenly. If they do not divide, the first stages have one more.
         """
-        every, more = divmod(model.num_layers, self.pp)
-        begin, end = (i * every + min(i, more) for i in (stage, stage + 1))
+        per_stage, remainder = divmod(model.num_layers, self.pp)
+        begin, end = (i * per_stage + min(i, remainder) for i in (stage, stage + 1))
         begins, ends = (i * model.num_moe_layers // model.num_layers for i in (begin, end))
         return end - begin, ends - begins
 
@@ -172,15 +172,15 @@ class Layout:
             raise InvalidPlan(f"ep={self.ep} does not divide the {model.num_experts} experts of {model.name}")
         if self.pp > model.num_layers:
             raise InvalidPlan(f"pp={self.pp} stages, but {model.name} has {model.num_layers} layers")
-        kept, gathers = CHECKPOINT_POLICIES[self.kept], self.way == "gather"
+        kept, gathers = CHECKPOINT_POLICIES[self.kept], self.dispatch == "gather"
         return _model_values(model) | self.spread(self.zero) | {
             "PP": self.pp, "TP": self.tp, "EP": self.ep, "G": self.tp if self.ssmb else 1,
             "b": self.sequences, "s": self.tokens, "m": self.in_flight(stage),
             "n_emb": 1 if self.pp > 1 or model.is_tied else 2,
             "n_logits": int(stage == self.pp - 1 and model.vocab_size > 0),
             "n_rows": kept.rows, "n_h": kept.num_hidden(model.matrices), "n_y": kept.outputs,
-            "c": kept.capacity * (self.ep if gathers else 1), "w_mask": kept.mask_bytes,
-            "n_flat": int(self.way == "flat" and self.ep > 1), "n_all": int(gathers),
+            "c": kept.capacity_factor * (self.ep if gathers else 1), "w_mask": kept.mask_bytes,
+            "n_flat": int(self.dispatch == "flat" and self.ep > 1), "n_all": int(gathers),
             "n_again": int(self.recompute),
         }  # fmt: skip
 

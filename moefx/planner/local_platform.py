@@ -57,19 +57,21 @@ def find_local_platform(device_type: str, node: int | None = None) -> LocalPlatf
         except UnknownPlatform as error:
             raise UnknownPlatform(f"{PLATFORM_VARIABLE}={name}: {error}") from None
     node = node or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    device, capacity = _device(device_type, node)
-    found = recognize_device(device)
-    base = PLATFORMS[found or _NEUTRAL]
+    device, memory_bytes = _device(device_type, node)
+    known_name = recognize_device(device)
+    base = PLATFORMS[known_name or _NEUTRAL]
     nodes, *above = base.networks
     networks = (dataclasses.replace(nodes, ranks=node), *(n for n in above if not n.ranks or n.ranks > node))
-    own = dict(device=device, capacity=capacity, networks=networks, sources=base.sources | {"capacity": "measured"})
-    if found:
-        return LocalPlatform(dataclasses.replace(base, **own), f"recognised by {device!r}")
+    local_fields = dict(
+        device=device, memory_bytes=memory_bytes, networks=networks, sources=base.sources | {"memory_bytes": "measured"}
+    )
+    if known_name:
+        return LocalPlatform(dataclasses.replace(base, **local_fields), f"recognised by {device!r}")
     why = (
         f"no figures for {device!r}: those of {_NEUTRAL} compare layouts. {PLATFORM_VARIABLE}=FILE takes what "
         "`python -m moefx bench platform --out FILE` measures"
     )
-    return LocalPlatform(dataclasses.replace(base, name="unknown", **own), why, is_known=False)
+    return LocalPlatform(dataclasses.replace(base, name="unknown", **local_fields), why, is_known=False)
 
 
 def recognize_device(device: str) -> str | None:
@@ -82,8 +84,8 @@ def recognize_device(device: str) -> str | None:
 def _device(device_type: str, node: int) -> tuple[str, float]:
     """(device name, bytes of memory for a rank)."""
     if device_type == "cuda":
-        found = torch.cuda.get_device_properties(torch.cuda.current_device())
-        return found.name, float(found.total_memory)
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return properties.name, float(properties.total_memory)
     if device_type == "cpu" and hasattr(os, "sysconf"):  # not on Windows
         return "cpu", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / node
     raise UnknownPlatform(f"no figures for a device of type {device_type!r}: name its platform by {PLATFORM_VARIABLE}")

@@ -43,13 +43,13 @@ class AxisUse:
     def ep(self) -> int:
         return len(self.group)
 
-    def layout(self, **more: Any) -> Layout:
+    def layout(self, **fields: Any) -> Layout:
         """Return the layout of one stage.
 
         Args:
-            more: further fields of `Layout`.
+            fields: further fields of `Layout`.
         """
-        return Layout(tp=self.tp, dp=self.dp, ep=self.ep, ssmb=self.sequence_axis is not None, **more)
+        return Layout(tp=self.tp, dp=self.dp, ep=self.ep, ssmb=self.sequence_axis is not None, **fields)
 
     def experts_first(self, platform: Platform) -> bool:
         """Return whether the ranks of a group are as close to each other as neighbouring ranks."""
@@ -63,7 +63,7 @@ class AxisUse:
         return f"experts over {' x '.join(self.expert_axis)} ({self.ep}){ssmb}"
 
 
-def list_axis_uses(mesh: Any, asked: Plan, *, is_whole: bool = True) -> list[AxisUse]:
+def list_axis_uses(mesh: Any, plan: Plan, *, is_whole: bool = True) -> list[AxisUse]:
     """List the uses of a mesh that a plan leaves open and in which an expert sees each token once.
 
     Ranks with the same tokens share experts by SSMB or not at all. An axis "ep" is always the expert axis.
@@ -77,7 +77,7 @@ def list_axis_uses(mesh: Any, asked: Plan, *, is_whole: bool = True) -> list[Axi
     """
     names = mesh.mesh_dim_names or ()
     sizes: dict[str, int] = dict(zip(names, mesh.mesh.shape if names else (), strict=True))
-    shared = asked.sequence_axis or (SHARED if sizes.get(SHARED, 1) > 1 else None)
+    shared = plan.sequence_axis or (SHARED if sizes.get(SHARED, 1) > 1 else None)
     tp = sizes.get(shared, 1) if shared else 1
     ranks = math.prod(size for name, size in sizes.items() if name != STAGES)
 
@@ -86,20 +86,20 @@ def list_axis_uses(mesh: Any, asked: Plan, *, is_whole: bool = True) -> list[Axi
         group = mesh.mesh[tuple(slice(None) if name in axes else 0 for name in sizes)]
         return AxisUse(in_order, sequence_axis, shared or "", tp, ranks // tp, tuple(group.flatten().tolist()))
 
-    if asked.expert_axis != "auto" or not sizes:
-        return [use(resolve_expert_axes(mesh, asked.expert_axis), asked.sequence_axis)]
-    own = [name for name in sizes if name not in (STAGES, shared)]
-    several = [name for name in own if sizes[name] > 1] or own
-    choices = [(EXPERTS,)] if EXPERTS in own else [*((name,) for name in several), tuple(several)]
-    found = []
+    if plan.expert_axis != "auto" or not sizes:
+        return [use(resolve_expert_axes(mesh, plan.expert_axis), plan.sequence_axis)]
+    candidates = [name for name in sizes if name not in (STAGES, shared)]
+    several = [name for name in candidates if sizes[name] > 1] or candidates
+    choices = [(EXPERTS,)] if EXPERTS in candidates else [*((name,) for name in several), tuple(several)]
+    uses = []
     for axes in dict.fromkeys(choices):
-        found += [use((*axes, shared), shared)] if shared else []
-        found += [use(axes, None)] if axes and not asked.sequence_axis else []
-    found = [each for each in found if is_whole or len(each.expert_axis) == 1]
-    if not found:
+        uses += [use((*axes, shared), shared)] if shared else []
+        uses += [use(axes, None)] if axes and not plan.sequence_axis else []
+    uses = [choice for choice in uses if is_whole or len(choice.expert_axis) == 1]
+    if not uses:
         shown = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        whole = "" if is_whole else ", and axes are made one where it has all ranks there are"
+        whole = "" if is_whole else "; axes are flattened only if the mesh has all ranks"
         raise InvalidPlan(
             f"Plan(expert_axis='auto'): a mesh of {shown} has no axis that experts can be spread over{whole}"
         )
-    return found
+    return uses

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..util.unit_text import amount
 from .entries import TERMS, Entry, Rejected
-from .search import first_fit
+from .search import find_first_fit
 
 if TYPE_CHECKING:
     from .ranking import Ranking
@@ -34,18 +34,17 @@ class MinGpus:
 
     def __str__(self) -> str:
         if self.entry is not None:
-            taken = amount(self.entry.memory["M_gpu"], "B")
+            needs = amount(self.entry.memory["M_gpu"], "B")
             return (
-                f"Doubling the GPUs, {self.num_ranks} are the first on which something fits, in {taken} a GPU: "
+                f"Doubling the GPUs, {self.num_ranks} are the first on which something fits, in {needs} a GPU: "
                 f"{self.entry.words}."
             )
-        more = "the platform does not have twice as many" if self.is_all else "larger numbers were not searched"
+        limit = "the platform does not have twice as many" if self.is_all else "larger numbers were not searched"
         lacks, least = "no layout divides", self.nearest
         if least is not None:
-            lacks = (
-                f"{least.what} lacks least, {amount(least.lacking, 'B')}, most of it {TERMS[least.term]} ({least.term})"
-            )
-        return f"Doubling the GPUs, nothing fits up to {self.num_ranks}, and {more}. On {self.num_ranks}, {lacks}."
+            term = f"{TERMS[least.term]} ({least.term})"
+            lacks = f"{least.label} lacks least, {amount(least.lacking, 'B')}, most of it {term}"
+        return f"Doubling the GPUs, nothing fits up to {self.num_ranks}, and {limit}. On {self.num_ranks}, {lacks}."
 
 
 def find_min_gpus(ranking: Ranking) -> MinGpus | None:
@@ -61,12 +60,12 @@ def find_min_gpus(ranking: Ranking) -> MinGpus | None:
     numbers = [n for i in range(1, _MOST.bit_length()) if (n := ranking.num_ranks * 2**i) <= limit]
     if len(ranking) or not numbers:
         return None
-    model, capacity = ranking.model, ranking.platform.capacity
+    model, memory_bytes = ranking.model, ranking.platform.memory_bytes
     states = 16 * (model.parameters() - model.embedding_parameters())
-    roomy = [n for n in numbers if states <= n * capacity][:_TRIES] or numbers[-1:]
-    found = None
+    roomy = [n for n in numbers if states <= n * memory_bytes][:_TRIES] or numbers[-1:]
+    fitting = None
     for n in roomy:
-        found = first_fit(ranking, n)
-        if isinstance(found, Entry):
-            return MinGpus(n, found)
-    return MinGpus(roomy[-1], nearest=found, is_all=0 < there < 2 * roomy[-1])
+        fitting = find_first_fit(ranking, n)
+        if isinstance(fitting, Entry):
+            return MinGpus(n, fitting)
+    return MinGpus(roomy[-1], nearest=fitting, is_all=0 < there < 2 * roomy[-1])

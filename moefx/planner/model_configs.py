@@ -40,8 +40,10 @@ def load_config(path: str) -> Any:
     except Exception as error:  # transformers raises many kinds
         raise UnknownArchitecture(f"{path} is no transformers config: {error}") from error
     if missing := _find_missing(config, Path(path)):
-        taken = ", ".join(f"{name}={value}" for name, value in missing.items())
-        warnings.warn(f"{path} does not say all sizes: {taken} are defaults of {type(config).__name__}", stacklevel=2)
+        defaults = ", ".join(f"{name}={value}" for name, value in missing.items())
+        warnings.warn(
+            f"{path} does not say all sizes: {defaults} are defaults of {type(config).__name__}", stacklevel=2
+        )
     return config
 
 
@@ -58,7 +60,9 @@ def describe_config(config: Any, example_inputs: Any = None) -> Architecture:
         sizes, seen = _read_sizes(config), str(error)
         wrong = list(_find_invalid(sizes))
         if isinstance(error, CaptureError) and error.__cause__ and example_inputs is None:
-            seen = f"the model that transformers makes of it does not run: {summarize_error(error.__cause__)}"
+            seen = (
+                f"the model that transformers builds from this config does not run: {summarize_error(error.__cause__)}"
+            )
             shown = ", ".join(f"{name}={value}" for name, value in sizes.items())
             wrong = wrong or [f"some of its sizes do not go together, of {shown} or others"]
         if not wrong:
@@ -109,9 +113,9 @@ def _find_invalid(sizes: dict[str, Any]) -> Iterator[str]:
         return next(((name, good[name]) for name in names if name in good), ("", 0))
 
     experts, heads, groups = first(*_EXPERTS), first("num_attention_heads"), first("n_group")
-    for what, most in ((first(*_CHOICES), experts), (first("topk_group"), groups)):
-        if 0 < most[1] < what[1]:
-            yield f"{what[0]} is {what[1]}, expected at most {most[1]}, which is {most[0]}"
+    for size, most in ((first(*_CHOICES), experts), (first("topk_group"), groups)):
+        if 0 < most[1] < size[1]:
+            yield f"{size[0]} is {size[1]}, expected at most {most[1]}, which is {most[0]}"
     whole = ("", 0) if "head_dim" in good else first("hidden_size")
     for part, of in ((heads, whole), (first("num_key_value_heads"), heads), (groups, experts)):
         if part[1] and of[1] % part[1]:

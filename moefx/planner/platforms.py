@@ -52,7 +52,7 @@ class Platform:
 
     Attributes:
         device: name of a rank's device.
-        capacity: bytes of its memory.
+        memory_bytes: bytes of its memory.
         peak: FLOP a second, bfloat16, dense.
         memory_bandwidth: bytes a second, read and written together.
         networks: levels of the topology, fine to coarse; the first is the node.
@@ -71,7 +71,7 @@ class Platform:
 
     name: str
     device: str
-    capacity: float
+    memory_bytes: float
     peak: float
     memory_bandwidth: float
     networks: tuple[Network, ...]
@@ -166,11 +166,11 @@ class Platform:
         As in NCCL and RCCL, there are as many rings as a node has ranks of the group. Each ring has a part of the bytes
         and leaves the node by another rank's NIC.
         """
-        nodes, each = count_nodes(group, stride, self.node_size)
-        if nodes == 1 or each == 0:
+        nodes, ranks_per_node = count_nodes(group, stride, self.node_size)
+        if nodes == 1 or ranks_per_node == 0:
             return 1 / self.networks[0].bandwidth
-        away = 1 / self.network_of(group, stride).bandwidth / each
-        return max(away, (each - 1) / each / self.networks[0].bandwidth)
+        away = 1 / self.network_of(group, stride).bandwidth / ranks_per_node
+        return max(away, (ranks_per_node - 1) / ranks_per_node / self.networks[0].bandwidth)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1)
@@ -190,37 +190,45 @@ class Platform:
             networks = tuple(
                 Network(**{**network, "spread": tuple(network.get("spread", ()))}) for network in fields.pop("networks")
             )
-            return cls(networks=networks, **fields)
+            return cls(networks=networks, **_rename_old_fields(fields))
         except (json.JSONDecodeError, TypeError, KeyError, AttributeError, RecursionError) as error:
             known = ", ".join(field.name for field in dataclasses.fields(cls))
-            what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-            raise UnknownPlatform(f"{where} is no platform file: {what}. Its fields are {known}") from error
+            problem = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+            raise UnknownPlatform(f"{where} is no platform file: {problem}. Its fields are {known}") from error
 
 
-_ABOVE_ZERO = ("capacity", "peak", "memory_bandwidth", "matmul_efficiency", "attention_efficiency")
+_ABOVE_ZERO = ("memory_bytes", "peak", "memory_bandwidth", "matmul_efficiency", "attention_efficiency")
 _SHARES = ("matmul_efficiency", "attention_efficiency")  # at most 1
 
 
-def _check_fields(value: Any, what: str, above_zero: tuple[str, ...]) -> None:
+def _rename_old_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a platform file, also of an older one, which called `memory_bytes` "capacity"."""
+    renamed = {"memory_bytes" if name == "capacity" else name: value for name, value in fields.items()}
+    if isinstance(sources := fields.get("sources"), dict):
+        renamed["sources"] = {"memory_bytes" if name == "capacity" else name: text for name, text in sources.items()}
+    return renamed
+
+
+def _check_fields(value: Any, owner: str, above_zero: tuple[str, ...]) -> None:
     """Check the types and ranges of a dataclass' numbers and texts.
 
     Raises:
         UnknownPlatform: a field is invalid; the message names the first one.
     """
     for field in dataclasses.fields(value):
-        found = getattr(value, field.name)
-        if field.type == "str" and not isinstance(found, str):
-            raise UnknownPlatform(f"{what}: {field.name} is {found!r}, expected a text")
+        number = getattr(value, field.name)
+        if field.type == "str" and not isinstance(number, str):
+            raise UnknownPlatform(f"{owner}: {field.name} is {number!r}, expected a text")
         if field.type not in ("int", "float"):
             continue
         kinds = int if field.type == "int" else (int, float)
-        if isinstance(found, bool) or not isinstance(found, kinds) or not math.isfinite(found):
+        if isinstance(number, bool) or not isinstance(number, kinds) or not math.isfinite(number):
             expected = "a whole number" if field.type == "int" else "a number"
-            raise UnknownPlatform(f"{what}: {field.name} is {found!r}, expected {expected}")
-        if found < 0 or (found == 0 and field.name in above_zero) or (found > 1 and field.name in _SHARES):
+            raise UnknownPlatform(f"{owner}: {field.name} is {number!r}, expected {expected}")
+        if number < 0 or (number == 0 and field.name in above_zero) or (number > 1 and field.name in _SHARES):
             least = "above 0" if field.name in above_zero else "0 or more"
             most = ", at most 1" if field.name in _SHARES else ""
-            raise UnknownPlatform(f"{what}: {field.name} is {found!r}, expected {least}{most}")
+            raise UnknownPlatform(f"{owner}: {field.name} is {number!r}, expected {least}{most}")
 
 
 def _has_equal_links(first: Network, second: Network) -> bool:
@@ -248,7 +256,7 @@ _MEASURED = f"measured: {_RESULTS}"
 _GIB = 2**30  # memory stacks have powers of two, although data sheets print GB
 _SHIPPED = [
     Platform(
-        name="frontier", device="AMD MI250X, one GCD", capacity=64 * _GIB, peak=191.5e12, memory_bandwidth=1.6e12,
+        name="frontier", device="AMD MI250X, one GCD", memory_bytes=64 * _GIB, peak=191.5e12, memory_bandwidth=1.6e12,
         networks=(
             Network("node", 8, 50e9, source=f"{_FRONTIER}: between MI250X 50 to 100 GB/s, within 200"),
             Network("switch group", 32, 12.5e9, source=f"{_FRONTIER}: four NICs of 25 GB/s for 8 GCDs; Piper III.C"),
@@ -257,20 +265,21 @@ _SHIPPED = [
         ),
         fast_domain=32,
         sources={
-            "capacity": _FRONTIER, "peak": "X-MoE appendix A", "memory_bandwidth": "AMD MI250X data sheet: 3.2 TB/s",
+            "memory_bytes": _FRONTIER, "peak": "X-MoE appendix A",
+            "memory_bandwidth": "AMD MI250X data sheet: 3.2 TB/s",
             "fast_domain": "Piper section III.C: four nodes share a switch",
         },
     ),
     Platform(
-        name="dgx-h100", device="NVIDIA H100 80GB SXM5", capacity=80 * _GIB, peak=989e12, memory_bandwidth=3.35e12,
+        name="dgx-h100", device="NVIDIA H100 80GB SXM5", memory_bytes=80 * _GIB, peak=989e12, memory_bandwidth=3.35e12,
         networks=(
             Network("node", 8, 450e9, source=f"{_H100}: NVLink, 900 GB/s both ways"),
             Network("cluster", 0, 50e9, source=_DGX),
         ),
-        sources=dict.fromkeys(("capacity", "peak", "memory_bandwidth"), _H100),
+        sources=dict.fromkeys(("memory_bytes", "peak", "memory_bandwidth"), _H100),
     ),
     Platform(
-        name="h200", device="NVIDIA H200 141GB SXM5", capacity=150.1e9, peak=989e12, memory_bandwidth=4.224e12,
+        name="h200", device="NVIDIA H200 141GB SXM5", memory_bytes=150.1e9, peak=989e12, memory_bandwidth=4.224e12,
         networks=(
             Network(
                 "node", 8, 328.5e9, 48.4e-6, 356e9, f"{_MEASURED}, NCCL between two GPUs",
@@ -285,26 +294,27 @@ _SHIPPED = [
         sources={
             "peak": _H200,
             **dict.fromkeys(
-                ("capacity", "memory_bandwidth", "attention_efficiency", "handling", "overhead"), _MEASURED
+                ("memory_bytes", "memory_bandwidth", "attention_efficiency", "handling", "overhead"), _MEASURED
             ),
             **dict.fromkeys(FITTED, f"fitted to measured times: {_RESULTS}"),
         },
     ),
     Platform(
-        name="mi300x", device="AMD MI300X", capacity=192 * _GIB, peak=1307.4e12, memory_bandwidth=5.3e12,
+        name="mi300x", device="AMD MI300X", memory_bytes=192 * _GIB, peak=1307.4e12, memory_bandwidth=5.3e12,
         networks=(
             Network("node", 8, 448e9, source="AMD MI300X platform data sheet: seven links of 64 GB/s one way"),
             Network("cluster", 0, 50e9, source="a NIC of 400 Gbit/s for each GPU, as in DGX H100"),
         ),
-        sources=dict.fromkeys(("capacity", "peak", "memory_bandwidth"), _MI300X),
+        sources=dict.fromkeys(("memory_bytes", "peak", "memory_bandwidth"), _MI300X),
     ),
     Platform(
-        name="a100-40gb", device="NVIDIA A100 40GB SXM4", capacity=40 * _GIB, peak=312e12, memory_bandwidth=1.555e12,
+        name="a100-40gb", device="NVIDIA A100 40GB SXM4", memory_bytes=40 * _GIB, peak=312e12,
+        memory_bandwidth=1.555e12,
         networks=(
             Network("node", 8, 300e9, source=f"{_A100}: NVLink, 600 GB/s both ways"),
             Network("cluster", 0, 25e9, source="NVIDIA DGX A100 data sheet: a NIC of 200 Gbit/s for each GPU"),
         ),
-        sources=dict.fromkeys(("capacity", "peak", "memory_bandwidth"), _A100),
+        sources=dict.fromkeys(("memory_bytes", "peak", "memory_bandwidth"), _A100),
     ),
 ]  # fmt: skip
 PLATFORMS = {platform.name: platform for platform in _SHIPPED}
@@ -316,8 +326,8 @@ def find_platform(name: str) -> Platform:
     Raises:
         UnknownPlatform: there is neither. The message has similar names.
     """
-    if (found := PLATFORMS.get(name.lower())) is not None:
-        return found
+    if (shipped := PLATFORMS.get(name.lower())) is not None:
+        return shipped
     path = Path(name)
     if path.suffix == ".json" or path.exists():
         try:

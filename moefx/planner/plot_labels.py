@@ -33,8 +33,8 @@ def place_labels(
     on_screen = axes.transData.transform
     points = on_screen([point for point, _, _ in named])
     crossed = [at for line in lines for at in _sample_points(on_screen(line.get_xydata()))]
-    taken: list[Any] = []
-    found = []
+    boxes: list[Any] = []
+    labels = []
     for point, name, weight in named:
         text = axes.annotate(name, point, (0, 0), textcoords="offset points", fontweight=weight, **style)
         tried = []
@@ -43,21 +43,21 @@ def place_labels(
                 text.set(position=(right * distance, above * distance), ha=ha, va=va)
                 box = text.get_window_extent()
                 inside = axes.bbox.containsx(box.x0) and axes.bbox.containsx(box.x1) and axes.bbox.containsy(box.y1)
-                covered = box.count_overlaps(taken) + box.padded(4).count_contains(points)
+                covered = box.count_overlaps(boxes) + box.padded(4).count_contains(points)
                 tried.append((not inside, covered, box.count_contains(crossed) if crossed else 0, len(tried)))
         _, _, _, best = min(tried)
         right, above, ha, va = _SIDES[best % len(_SIDES)]
         distance = _DISTANCES[best // len(_SIDES)]
         text.set(position=(right * distance, above * distance), ha=ha, va=va)
-        taken.append(text.get_window_extent())
-        found.append(text)
-    return found
+        boxes.append(text.get_window_extent())
+        labels.append(text)
+    return labels
 
 
 def _sample_points(corners: Any) -> list[tuple[float, float]]:
     """Points of a line on the screen, a few pixels apart."""
-    found = []
+    points = []
     for (x0, y0), (x1, y1) in itertools.pairwise(corners):
         steps = max(int(max(abs(x1 - x0), abs(y1 - y0)) / 4), 1)
-        found += [(x0 + (x1 - x0) * i / steps, y0 + (y1 - y0) * i / steps) for i in range(steps + 1)]
-    return found
+        points += [(x0 + (x1 - x0) * i / steps, y0 + (y1 - y0) * i / steps) for i in range(steps + 1)]
+    return points

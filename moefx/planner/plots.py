@@ -17,7 +17,7 @@ from .breakdown import LABELS
 from .catalogue import MODELS
 from .part_colors import OTHER, find_colors
 from .plot_labels import place_labels
-from .regions import Region, ssmb_border
+from .regions import LayoutGrid, ssmb_border
 from .scaling import ScalingPoint
 
 if TYPE_CHECKING:
@@ -57,15 +57,15 @@ def render_data_uri(draw: Callable[..., Figure], *arguments: Any) -> str:
     return f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def plot_memory(names: Sequence[str], parts: Sequence[dict[str, float]], capacity: float) -> Figure:
-    """Plot the memory of a GPU by part, a bar for each layout, and the GPU's capacity."""
+def plot_memory(names: Sequence[str], parts: Sequence[dict[str, float]], memory_bytes: float) -> Figure:
+    """Plot the memory of a GPU by part, a bar for each layout, and the GPU's memory."""
     figure, axes = _draw_bars(names, parts, _GIB)
-    axes.axvline(capacity / _GIB, color=_DARK, linestyle="--", linewidth=1.4)
+    axes.axvline(memory_bytes / _GIB, color=_DARK, linestyle="--", linewidth=1.4)
     axes.annotate(
-        f"capacity {amount(capacity, 'B')}", (capacity / _GIB, 1), (-4, 3), xycoords=("data", "axes fraction"),
+        f"capacity {amount(memory_bytes, 'B')}", (memory_bytes / _GIB, 1), (-4, 3), xycoords=("data", "axes fraction"),
         textcoords="offset points", ha="right", va="bottom",
     )  # fmt: skip
-    axes.set(xlabel="memory of a GPU (GiB)", xlim=(0, 1.02 * max(capacity / _GIB, axes.get_xlim()[1] / 1.05)))
+    axes.set(xlabel="memory of a GPU (GiB)", xlim=(0, 1.02 * max(memory_bytes / _GIB, axes.get_xlim()[1] / 1.05)))
     return figure
 
 
@@ -76,29 +76,29 @@ def plot_seconds(names: Sequence[str], parts: Sequence[dict[str, float]]) -> Fig
     return figure
 
 
-def plot_regions(regions: Sequence[Region]) -> Figure:
+def plot_layout_grids(grids: Sequence[LayoutGrid]) -> Figure:
     """Plot maps of the step time, or of the lacking memory for sizes at which no layout fits."""
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
     from matplotlib.patches import Rectangle
 
-    times = [cell.best.seconds for region in regions for cell in region.cells.values() if cell.best]
+    times = [cell.best.seconds for grid in grids for cell in grid.cells.values() if cell.best]
     low, high = (min(times), max(times)) if times else (1.0, 1.0)
     norm = LogNorm(low, high if high > low else 2 * low)
-    widths, heights = [len(region.columns) + 1 for region in regions], [len(region.rows) + 1 for region in regions]
+    widths, heights = [len(grid.columns) + 1 for grid in grids], [len(grid.rows) + 1 for grid in grids]
     spaced = ConstrainedLayoutEngine(w_pad=0.1)
     if sum(widths) <= _SIDE_BY_SIDE:
         figure = Figure((sum(widths) * 0.72 + 1.2, max(heights) * 0.5 + 0.6), layout=spaced)
-        all_axes = list(figure.subplots(1, len(regions), squeeze=False, width_ratios=widths).flat)
+        all_axes = list(figure.subplots(1, len(grids), squeeze=False, width_ratios=widths).flat)
     else:
         figure = Figure((max(widths) * 0.72 + 1.2, sum(heights) * 0.5 + 0.6), layout=spaced)
-        all_axes = list(figure.subplots(len(regions), 1, squeeze=False, height_ratios=heights).flat)
-    for axes, region in zip(all_axes, regions, strict=True):
-        image = _draw_cells(axes, region, norm)
-        for (row, column), cell in region.cells.items():
+        all_axes = list(figure.subplots(len(grids), 1, squeeze=False, height_ratios=heights).flat)
+    for axes, grid in zip(all_axes, grids, strict=True):
+        image = _draw_cells(axes, grid, norm)
+        for (row, column), cell in grid.cells.items():
             if cell.best and cell.best.seconds == low:
-                at = (region.columns.index(column) - 0.5, region.rows.index(row) - 0.5)
+                at = (grid.columns.index(column) - 0.5, grid.rows.index(row) - 0.5)
                 axes.add_patch(Rectangle(at, 1, 1, fill=False, edgecolor=_ROSE, linewidth=2.5))
     if times:
         bar = figure.colorbar(image, ax=all_axes, label="fastest step (s)", fraction=0.03)
@@ -115,9 +115,9 @@ def plot_ssmb_border(model: Architecture, tokens: int) -> Figure:
     figure = Figure((9.6, 5.6), layout="constrained")
     axes = figure.subplots()
     points: dict[tuple[int, int], list[str]] = {}
-    for each in (model, *(m for name, m in MODELS.items() if not name.startswith("x-moe"))):
-        names = points.setdefault((each.expert_size, each.top_k), [])
-        names += [each.name] if each.name not in names else []
+    for other in (model, *(m for name, m in MODELS.items() if not name.startswith("x-moe"))):
+        names = points.setdefault((other.expert_size, other.top_k), [])
+        names += [other.name] if other.name not in names else []
     widths = [width for width, _ in points]
     ends = (0.7 * min(widths), 1.6 * max(widths))
     top = 2.5 * max(choices for _, choices in points)  # room for names
@@ -131,8 +131,10 @@ def plot_ssmb_border(model: Architecture, tokens: int) -> Figure:
     axes.fill_between(ends, here, [top] * 2, color=_CYAN, alpha=0.25, lw=0, label=f"SSMB saves more, s = {tokens}")
     axes.fill_between(ends, [0.3] * 2, here, color=_SAND, alpha=0.3, lw=0, label=f"TED saves more, s = {tokens}")
     for (width, choices), names in points.items():
-        mine = model.name in names
-        axes.plot([width], [choices], "*" if mine else "o", color=_WINE if mine else _INDIGO, ms=13 if mine else 6)
+        is_own = model.name in names
+        axes.plot(
+            [width], [choices], "*" if is_own else "o", color=_WINE if is_own else _INDIGO, ms=13 if is_own else 6
+        )
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=(0.5, top), xlabel="hidden width of an expert (elements)")
     axes.set_ylabel("experts of a token (top-k)")
     _set_plain_ticks(axes.xaxis, [512 * 2**i for i in range(7) if ends[0] < 512 * 2**i < ends[1]])
@@ -155,10 +157,10 @@ def plot_scaling(strong: Sequence[ScalingPoint], weak: Sequence[ScalingPoint]) -
         if fitting:
             first, base = fitting[0][0], fitting[0][1].seconds
             ideal = [base if is_weak else base * first / count for count, _ in fitting]
-            counts, taken = [n for n, _ in fitting], [e.seconds for _, e in fitting]
+            counts, seconds = [n for n, _ in fitting], [e.seconds for _, e in fitting]
             lines = axes.plot(counts, ideal, "--", color=_GREY, label="ideal, from the first that fits")
-            lines += axes.plot(counts, taken, "o-", color=_INDIGO, label="fastest")
-            highest = max(taken)
+            lines += axes.plot(counts, seconds, "o-", color=_INDIGO, label="fastest")
+            highest = max(seconds)
             named = [
                 ((count, entry.seconds), f"{amount(entry.seconds, 's')}\nMFU {entry.mfu:.0%}", "normal")
                 for count, entry in fitting
@@ -196,16 +198,16 @@ def _draw_bars(names: Sequence[str], parts: Sequence[dict[str, float]], unit: fl
     largest) are merged into "other"."""
     from matplotlib.figure import Figure
 
-    most = {name: max(each[name] / sum(each.values()) for each in parts) for name in parts[0]}
+    most = {name: max(sizes[name] / sum(sizes.values()) for sizes in parts) for name in parts[0]}
     largest = sorted((name for name in most if most[name] > 0.01), key=lambda name: -most[name])[:_MAX_PARTS]
     shown = [name for name in most if name in largest]
     figure = Figure((9.6, 0.36 * len(names) + 1.5), layout="constrained")
     axes = figure.subplots()
     left = [0.0] * len(names)
-    rest = [sum(v for name, v in each.items() if name not in largest) for each in parts]
+    rest = [sum(v for name, v in sizes.items() if name not in largest) for sizes in parts]
     labels = [LABELS.get(name, name) for name in shown]
     layers: list[tuple[str, list[float], str]] = [
-        (label, [each[name] for each in parts], color)
+        (label, [sizes[name] for sizes in parts], color)
         for name, label, color in zip(shown, labels, find_colors(labels), strict=True)
     ]
     if any(rest):
@@ -221,19 +223,19 @@ def _draw_bars(names: Sequence[str], parts: Sequence[dict[str, float]], unit: fl
     return figure, axes
 
 
-def _draw_cells(axes: Axes, region: Region, norm: Any) -> Any:
-    """Draw a region as a map with numbers in its cells."""
+def _draw_cells(axes: Axes, grid: LayoutGrid, norm: Any) -> Any:
+    """Draw a grid of layouts as a map with numbers in its cells."""
     from matplotlib.patches import Rectangle
 
     def value(row: int, column: int) -> float:
-        cell = region.cells.get((row, column))
+        cell = grid.cells.get((row, column))
         return cell.best.seconds if cell and cell.best else float("nan")
 
-    values = [[value(row, column) for column in region.columns] for row in region.rows]
+    values = [[value(row, column) for column in grid.columns] for row in grid.rows]
     image = axes.imshow(values, cmap="cividis_r", norm=norm, origin="lower", aspect="auto")
-    for y, row in enumerate(region.rows):
-        for x, column in enumerate(region.columns):
-            cell = region.cells.get((row, column))
+    for y, row in enumerate(grid.rows):
+        for x, column in enumerate(grid.columns):
+            cell = grid.cells.get((row, column))
             if cell is None:
                 text, color = "–", _GREY
             elif cell.best:
@@ -242,9 +244,9 @@ def _draw_cells(axes: Axes, region: Region, norm: Any) -> Any:
                 text, color = "+" + amount(cell.lacking, "B").replace(" ", "\n"), _WINE
                 axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, hatch="///", edgecolor="#E5C5CB", lw=0))
             axes.text(x, y, text, ha="center", va="center", color=color, fontsize=8)
-    axes.set_xticks(range(len(region.columns)), [str(size) for size in region.columns])
-    axes.set_yticks(range(len(region.rows)), [str(size) for size in region.rows])
-    axes.set(xlabel=f"{region.axes[1]} (ranks)", ylabel=f"{region.axes[0]} ({_OF_AXIS[region.axes[0]]})")
+    axes.set_xticks(range(len(grid.columns)), [str(size) for size in grid.columns])
+    axes.set_yticks(range(len(grid.rows)), [str(size) for size in grid.rows])
+    axes.set(xlabel=f"{grid.axes[1]} (ranks)", ylabel=f"{grid.axes[0]} ({_OF_AXIS[grid.axes[0]]})")
     return image
 
 

@@ -57,8 +57,8 @@ class Ranking:
     result: SearchResult
 
     @property
-    def asked(self) -> SearchRequest:
-        return self.result.asked
+    def request(self) -> SearchRequest:
+        return self.result.request
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -158,8 +158,8 @@ class Ranking:
     def simulate(self, index: int = 0, *, skew: float = 0.0, seed: int = 0, stragglers: bool = True) -> SimulatedStep:
         """Simulate a step of an entry as events, beside its formulas (see `planner.simulation.simulate`)."""
         entry = self[index]
-        more: dict[str, Any] = dict(skew=skew, seed=seed, stragglers=stragglers)
-        return simulate(self.model, entry.layout, self.platform, entry.experts_first, **more)
+        options: dict[str, Any] = dict(skew=skew, seed=seed, stragglers=stragglers)
+        return simulate(self.model, entry.layout, self.platform, entry.experts_first, **options)
 
     def html(self, path: str | PathLike[str], tell: Callable[[str], object] | None = None) -> None:
         """Write a page with tables, formulas and sources, and plots if matplotlib is installed (the extra `plot`).
@@ -179,7 +179,7 @@ class Ranking:
         """Return the `most` best layouts as a table with a legend, and the reasons against the rejected ones."""
         lines = [
             f"{self.model.name} on {self.num_ranks} x {self.platform.device}: {len(self.entries)} layouts fit "
-            f"{amount(self.platform.capacity, 'B')}"
+            f"{amount(self.platform.memory_bytes, 'B')}"
         ]
         lines += ["", self.table(most), "", *LEGEND] if self.entries else [SIZES]
         if self.model.note:
@@ -188,26 +188,26 @@ class Ranking:
             lines += [f"Nobody measured {self.platform.name}: with data sheets, steps are too short and MFUs too high."]
         if not self.entries and (fewest := self.fewest()):
             lines += ["", str(fewest)]
-        lines += ["", "rejected"] + [f"  {what}: {why}" for what, why in self.reasons()]
+        lines += ["", "rejected"] + [f"  {sizes}: {why}" for sizes, why in self.reasons()]
         return "\n".join(lines)
 
     def reasons(self) -> list[tuple[str, str]]:
         """(sizes, reason) for each kind of rejection. `rejected` has all sizes of each kind."""
         lines, short = [], dict[str, list[Rejected]]()
-        for each in self.rejected:
-            if each.lacking:
-                short.setdefault(each.term, []).append(each)
+        for rejected in self.rejected:
+            if rejected.lacking:
+                short.setdefault(rejected.term, []).append(rejected)
                 continue
-            *first, last = each.what.split(", ")
-            more = f", ... ({len(first) - _MOST_SIZES} more), " if len(first) > _MOST_SIZES else ", "
-            lines.append((more.join(filter(None, (", ".join(first[:_MOST_SIZES]), last))), each.why))
+            *first, last = rejected.label.split(", ")
+            separator = f", ... ({len(first) - _MOST_SIZES} more), " if len(first) > _MOST_SIZES else ", "
+            lines.append((separator.join(filter(None, (", ".join(first[:_MOST_SIZES]), last))), rejected.why))
         for term, group in short.items():
-            nearest = min(group, key=lambda each: each.lacking)
+            nearest = min(group, key=lambda rejected: rejected.lacking)
             if len(group) == 1:
-                lines.append((nearest.what, nearest.why))
+                lines.append((nearest.label, nearest.why))
                 continue
             why = f"do not fit, most of it is {TERMS[term]} ({term})"
-            lacking = f"{nearest.what} lacks least, {amount(nearest.lacking, 'B')}"
+            lacking = f"{nearest.label} lacks least, {amount(nearest.lacking, 'B')}"
             lines.append((f"{len(group)} sizes of PP, TP and EP", f"{why}; {lacking}"))
         return lines
 
@@ -224,7 +224,7 @@ class Ranking:
         has_more = not 0 < there < 2 * self.num_ranks
         how = "print(ranking.fewest()) says how many would do" if has_more else f"the platform has at most {there}"
         return (
-            f"{head} ({amount(self.platform.capacity, 'B')} each). {nearest.what} lacks least: "
+            f"{head} ({amount(self.platform.memory_bytes, 'B')} each). {nearest.label} lacks least: "
             f"{amount(nearest.lacking, 'B')}, most of what it needs is {term}. Take {remedy} ({how}); "
             "print(ranking) has the reasons"
         )
@@ -234,9 +234,9 @@ class Ranking:
         return find_min_gpus(self)
 
 
-def search(model: Architecture, platform: Platform, num_ranks: int, **asked: Any) -> Ranking:
+def search(model: Architecture, platform: Platform, num_ranks: int, **request: Any) -> Ranking:
     """Rank the layouts of `search_layouts`, which has the arguments and the errors."""
-    return Ranking(model, platform, num_ranks, search_layouts(model, platform, num_ranks, **asked))
+    return Ranking(model, platform, num_ranks, search_layouts(model, platform, num_ranks, **request))
 
 
 @neutral_device()

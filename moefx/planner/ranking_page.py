@@ -13,7 +13,7 @@ from . import plots
 from .breakdown import LABELS, memory_parts, time_parts
 from .constants import render_assumptions, render_sources
 from .entries import COLUMNS, LEGEND, SIZES, Entry
-from .regions import TRADE_OFF, Region, build_region, saved_by_ssmb, ssmb_border, trade_off_values
+from .regions import TRADE_OFF, LayoutGrid, build_layout_grid, saved_by_ssmb, ssmb_border, trade_off_values
 from .scaling import ScalingPoint, explain_above_ideal, search_scaling
 from .symbols import ExplainedFormulas, explain_formulas
 
@@ -49,7 +49,7 @@ def render(ranking: Ranking, tell: ReportProgress | None = None) -> str:
         _render_heading(ranking),
         missing,
         *(_render_best(ranking, with_plots, say) if len(ranking) else ()),
-        _render_regions(ranking, with_plots, say),
+        _render_grids(ranking, with_plots, say),
         _render_ssmb(ranking, with_plots, say),
         _render_scaling(ranking, with_plots, say),
         _render_formulas(ranking) if len(ranking) else "",
@@ -67,8 +67,8 @@ def render(ranking: Ranking, tell: ReportProgress | None = None) -> str:
 
 def _render_heading(ranking: Ranking) -> str:
     model, platform = ranking.model, ranking.platform
-    asked = f"{ranking.asked.batch} sequences of {ranking.asked.tokens} tokens a step"
-    text = f"{len(ranking)} layouts fit {amount(platform.capacity, 'B')}."
+    request = f"{ranking.request.batch} sequences of {ranking.request.tokens} tokens a step"
+    text = f"{len(ranking)} layouts fit {amount(platform.memory_bytes, 'B')}."
     if len(ranking):
         best = ranking[0]
         text += f" The fastest takes {amount(best.seconds, 's')} a step, an MFU of {best.mfu:.1%}: {best.words}."
@@ -76,14 +76,14 @@ def _render_heading(ranking: Ranking) -> str:
             text += " Nobody measured this platform: with data sheets, steps are too short and MFUs too high."
     else:
         least = ranking.nearest
-        text += f" The one that lacks least, {least.what}, {least.why}." if least else ""
-        text += f" {found}" if (found := ranking.fewest()) else ""
+        text += f" The one that lacks least, {least.label}, {least.why}." if least else ""
+        text += f" {min_gpus}" if (min_gpus := ranking.fewest()) else ""
         text += f" {SIZES}"
-    every, active = (model.parameters(experts) / 1e9 for experts in (None, model.top_k))
-    size = f"{every:.4g} billion parameters, {active:.4g} of them active"
+    total, active = (model.parameters(experts) / 1e9 for experts in (None, model.top_k))
+    size = f"{total:.4g} billion parameters, {active:.4g} of them active"
     return (
         f"<h2>{escape(model.name)} on {ranking.num_ranks} x {escape(platform.device)}</h2>"
-        f"<p class=muted>platform {escape(platform.name)}; {asked}; {size}; {escape(model.source)}</p>"
+        f"<p class=muted>platform {escape(platform.name)}; {request}; {size}; {escape(model.source)}</p>"
         f"<p>{escape(text)}</p>"
     )
 
@@ -101,7 +101,8 @@ def _render_best(ranking: Ranking, with_plots: bool, say: ReportProgress) -> lis
     if with_plots:
         pictures = (
             _render_picture(
-                plots.render_data_uri(plots.plot_memory, names, bytes_of, platform.capacity), "memory of a GPU by part"
+                plots.render_data_uri(plots.plot_memory, names, bytes_of, platform.memory_bytes),
+                "memory of a GPU by part",
             ),
             _render_picture(plots.render_data_uri(plots.plot_seconds, names, seconds_of), "time of a step by part"),
         )
@@ -121,45 +122,45 @@ def _render_best(ranking: Ranking, with_plots: bool, say: ReportProgress) -> lis
 
 def _render_parts(names: Sequence[str], parts: Sequence[dict[str, float]], unit: str) -> str:
     """Return a table with a row for each part above 0, and a column for each layout."""
-    there = [name for name in parts[0] if any(each[name] for each in parts)]
-    rows = [[LABELS.get(n, n), n, *(amount(each[n], unit) for each in parts)] for n in there]
-    rows.append(["all", "", *(amount(sum(each.values()), unit) for each in parts)])
+    there = [name for name in parts[0] if any(sizes[name] for sizes in parts)]
+    rows = [[LABELS.get(n, n), n, *(amount(sizes[n], unit) for sizes in parts)] for n in there]
+    rows.append(["all", "", *(amount(sum(sizes.values()), unit) for sizes in parts)])
     return build_table(["part", "formula", *names], rows, texts=2)
 
 
-def _render_regions(ranking: Ranking, with_plots: bool, say: ReportProgress) -> str:
+def _render_grids(ranking: Ranking, with_plots: bool, say: ReportProgress) -> str:
     say("what fits")
-    found = [build_region(ranking, ("PP", "EP")), build_region(ranking, ("TP", "EP"))]
-    if not found[0].cells:
+    grids = [build_layout_grid(ranking, ("PP", "EP")), build_layout_grid(ranking, ("TP", "EP"))]
+    if not grids[0].cells:
         return ""
     picture = ""
     if with_plots:
         picture = _render_picture(
-            plots.render_data_uri(plots.plot_regions, found),
+            plots.render_data_uri(plots.plot_layout_grids, grids),
             "step time if a layout fits, otherwise the lacking memory",
         )
     return (
         "<h3>Layouts that fit</h3><p class=muted>The step time of the fastest layout with these sizes, or the memory "
         "that the nearest one lacks. A dash: these sizes do not divide the ranks. Framed: the fastest.</p>"
         + picture
-        + build_details("in numbers", "".join(map(_render_grid, found)), not with_plots)
+        + build_details("in numbers", "".join(map(_render_grid, grids)), not with_plots)
     )
 
 
-def _render_grid(region: Region) -> str:
+def _render_grid(grid: LayoutGrid) -> str:
     def text(row: int, column: int) -> str:
-        cell = region.cells.get((row, column))
+        cell = grid.cells.get((row, column))
         if cell is None:
             return "–"
         return amount(cell.best.seconds, "s") if cell.best else f"+{amount(cell.lacking, 'B')}"
 
-    head = [f"{region.axes[0]} \\ {region.axes[1]}", *map(str, region.columns)]
-    return build_table(head, [[str(row), *(text(row, column) for column in region.columns)] for row in region.rows])
+    head = [f"{grid.axes[0]} \\ {grid.axes[1]}", *map(str, grid.columns)]
+    return build_table(head, [[str(row), *(text(row, column) for column in grid.columns)] for row in grid.rows])
 
 
 def _render_ssmb(ranking: Ranking, with_plots: bool, say: ReportProgress) -> str:
     say("SSMB and TED")
-    model, tokens = ranking.model, ranking.asked.tokens
+    model, tokens = ranking.model, ranking.request.tokens
     ratio = model.top_k / model.expert_size
     rows = [
         [str(s), f"{ssmb_border(s):.3g}", f"{ratio:.3g}", "SSMB" if ratio > ssmb_border(s) else "TED"]
@@ -170,18 +171,18 @@ def _render_ssmb(ranking: Ranking, with_plots: bool, say: ReportProgress) -> str
         if with_plots
         else ""
     )
-    own = ""
+    example = ""
     if len(ranking):
         layout = ranking[0].layout
-        given = trade_off_values(model, layout)
-        found = TRADE_OFF(**given)
-        has = f", with G = {given['G']:g} ranks for the dense matrices"
-        with_ranks = has if layout.tp > 1 else f" has no TP; with G = {given['G']:g} ranks for the dense matrices"
-        better = "SSMB" if found["A_saving"] > found["M_cost"] else "TED"
-        own = (
+        values = trade_off_values(model, layout)
+        results = TRADE_OFF(**values)
+        has = f", with G = {values['G']:g} ranks for the dense matrices"
+        with_ranks = has if layout.tp > 1 else f" has no TP; with G = {values['G']:g} ranks for the dense matrices"
+        better = "SSMB" if results["A_saving"] > results["M_cost"] else "TED"
+        example = (
             f"<p>The fastest layout{with_ranks}, {model.matrices} matrices an expert and the activations of "
-            f"n_kept = {given['n_kept']:g} layers at once: {better} saves more.</p>"
-            f"{_render_explained(explain_formulas(TRADE_OFF, 'A_saving', 'M_cost', **given))}"
+            f"n_kept = {values['n_kept']:g} layers at once: {better} saves more.</p>"
+            f"{_render_explained(explain_formulas(TRADE_OFF, 'A_saving', 'M_cost', **values))}"
             f"{_render_ssmb_savings(ranking)}"
         )
     return (
@@ -191,7 +192,7 @@ def _render_ssmb(ranking: Ranking, with_plots: bool, say: ReportProgress) -> str
         "(capacity factor 1).</p>"
         + picture
         + build_details("in numbers", build_table(["tokens s", "border", "k / F", "saves more"], rows), not with_plots)
-        + own
+        + example
     )
 
 
@@ -231,7 +232,7 @@ def _render_scaling(ranking: Ranking, with_plots: bool, say: ReportProgress) -> 
         _scaling_row(kind, point, points) for kind, points in (("strong", strong), ("weak", weak)) for point in points
     ]
     for row, point in zip(rows, [*strong, *weak], strict=True):
-        row[-1] = f"{point.batch * ranking.asked.tokens / point.best.seconds:,.0f}" if point.best else "-"
+        row[-1] = f"{point.batch * ranking.request.tokens / point.best.seconds:,.0f}" if point.best else "-"
     head = ["scaling", "layout", "GPUs", "batch", "step", "MFU", "of ideal", "tokens/s"]
     return (
         "<h3>Scaling</h3><p class=muted>The fastest layout on each number of GPUs, with the same batch (strong) or as "
@@ -261,29 +262,29 @@ def _render_formulas(ranking: Ranking) -> str:
     parts = {
         "memory of a GPU": bytes_of, "time of a step": seconds_of, "its layout, and its moefx.Plan as JSON": layout,
     }  # fmt: skip
-    return head + "".join(build_details(what, text) for what, text in parts.items())
+    return head + "".join(build_details(title, text) for title, text in parts.items())
 
 
 def _render_rejected(ranking: Ranking) -> str:
     if not ranking.rejected:
         return ""
-    kinds, every = ranking.reasons(), [(r.what, r.why) for r in ranking.rejected]
-    shown, listed = (build_table(["layouts", "why not"], rows, texts=2) for rows in (kinds, every))
-    return f"<h3>Rejected</h3>{shown}{build_details('all of them', listed) if kinds != every else ''}"
+    kinds, entries = ranking.reasons(), [(r.label, r.why) for r in ranking.rejected]
+    shown, listed = (build_table(["layouts", "why not"], rows, texts=2) for rows in (kinds, entries))
+    return f"<h3>Rejected</h3>{shown}{build_details('all of them', listed) if kinds != entries else ''}"
 
 
 def _unique_labels(entries: Sequence[Entry]) -> list[str]:
     """`Entry.short` of each entry, followed by the other columns that differ if several entries have the same label."""
     names = [entry.short for entry in entries]
     columns = list(COLUMNS)[1:]
-    found = []
+    labels = []
     for entry, name in zip(entries, names, strict=True):
         alike = [dict(zip(columns, e.cells(), strict=True)) for e, n in zip(entries, names, strict=True) if n == name]
-        own = dict(zip(columns, entry.cells(), strict=True))
+        cells = dict(zip(columns, entry.cells(), strict=True))
         differs = [c for c in ("PP", "DP", "placed", "rows", "micro-batches") if len({a[c] for a in alike}) > 1]
-        found.append(" ".join([name, *(own[c] for c in differs)]))
-    return found
+        labels.append(" ".join([name, *(cells[c] for c in differs)]))
+    return labels
 
 
-def _render_picture(uri: str, what: str) -> str:
-    return f'<figure class="plot"><img src="{uri}" alt="{escape(what)}"></figure>'
+def _render_picture(uri: str, description: str) -> str:
+    return f'<figure class="plot"><img src="{uri}" alt="{escape(description)}"></figure>'

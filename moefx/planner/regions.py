@@ -1,4 +1,4 @@
-"""Regions of sizes at which layouts fit, and at which SSMB saves more memory than TED."""
+"""Grids of sizes: at which layouts fit, and at which SSMB saves more memory than TED."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Cell:
 
 
 @dataclasses.dataclass(frozen=True)
-class Region:
+class LayoutGrid:
     """Layouts by two of their sizes.
 
     Sizes that the constraints exclude (Piper eq. 8 to 10) are on no axis. Sizes that do not divide the ranks together
@@ -51,8 +51,8 @@ class Region:
     cells: dict[tuple[int, int], Cell]
 
 
-def build_region(ranking: Ranking, axes: tuple[Axis, Axis] = ("PP", "EP")) -> Region:
-    """Build the region of two axes, with the best of all other sizes in each cell (Piper figure 10)."""
+def build_layout_grid(ranking: Ranking, axes: tuple[Axis, Axis] = ("PP", "EP")) -> LayoutGrid:
+    """Build the grid of two axes, with the best of all other sizes in each cell (Piper figure 10)."""
     cells: dict[tuple[int, int], Cell] = {}
     for entry in ranking:  # the fastest first
         sizes = {"PP": entry.layout.pp, "TP": entry.layout.tp, "EP": entry.layout.ep}
@@ -61,7 +61,7 @@ def build_region(ranking: Ranking, axes: tuple[Axis, Axis] = ("PP", "EP")) -> Re
         for sizes in rejected.sizes:
             cells.setdefault((sizes[axes[0]], sizes[axes[1]]), Cell(lacking=rejected.lacking))
     rows, columns = (tuple(sorted({where[i] for where in cells})) for i in (0, 1))
-    return Region(axes, rows, columns, cells)
+    return LayoutGrid(axes, rows, columns, cells)
 
 
 c, k, E, EP, F, n_mat, d, G, b, s, l_moe, m, n_kept = quantities("c k E EP F n_mat d G b s l_moe m n_kept")
@@ -80,16 +80,16 @@ TRADE_OFF = Sheet(
 )  # fmt: skip
 
 
-def ssmb_border(tokens: int, capacity: float = 1.0) -> float:
+def ssmb_border(tokens: int, capacity_factor: float = 1.0) -> float:
     """Return the ratio of top-k to expert width at which SSMB and TED save the same (X-MoE figure 17). Above, SSMB
     saves more.
 
     Args:
         tokens: tokens of a sequence.
-        capacity: capacity factor.
+        capacity_factor: rows of an expert over its even share.
     """
     anything = dict.fromkeys(X_MOE.inputs, 1)
-    return X_MOE(**anything | {"S": tokens, "c": capacity})["r_border"]
+    return X_MOE(**anything | {"S": tokens, "c": capacity_factor})["r_border"]
 
 
 def trade_off_values(model: Architecture, layout: Layout) -> dict[str, float]:

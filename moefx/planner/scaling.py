@@ -47,21 +47,21 @@ def search_scaling(ranking: Ranking, is_weak: bool, tell: Callable[[str], object
         is_weak: keep the number of sequences on each GPU (weak scaling), not the batch (strong scaling).
         tell: called with a line of progress before each search.
     """
-    found = []
+    points = []
     for times, over in ((1, 4), (1, 2), (1, 1), (2, 1), (4, 1)):
-        ranks, batch = ranking.num_ranks * times, ranking.asked.batch * (times if is_weak else over)
+        ranks, batch = ranking.num_ranks * times, ranking.request.batch * (times if is_weak else over)
         if ranks % over or batch % over:
             continue
         ranks, batch = ranks // over, batch // over
         if tell is not None:
             tell(f"{'weak' if is_weak else 'strong'} scaling: {batch} sequences on {ranks} GPUs")
-        asked = dataclasses.replace(ranking.asked, batch=batch)
-        is_same = (ranks, asked) == (ranking.num_ranks, ranking.asked)
-        other = ranking.result if is_same else search_layouts(ranking.model, ranking.platform, ranks, **vars(asked))
+        request = dataclasses.replace(ranking.request, batch=batch)
+        is_same = (ranks, request) == (ranking.num_ranks, ranking.request)
+        other = ranking.result if is_same else search_layouts(ranking.model, ranking.platform, ranks, **vars(request))
         best = other.entries[0] if other.entries else None
         nearest = other.nearest
-        found.append(ScalingPoint(ranks, batch, best, 0.0 if best or not nearest else nearest.lacking))
-    return found
+        points.append(ScalingPoint(ranks, batch, best, 0.0 if best or not nearest else nearest.lacking))
+    return points
 
 
 def explain_above_ideal(ranking: Ranking, points: Sequence[ScalingPoint]) -> str:
@@ -79,7 +79,7 @@ def explain_above_ideal(ranking: Ranking, points: Sequence[ScalingPoint]) -> str
     assert first.best and top.best
     there = f"{first.num_ranks} GPUs"
     return (
-        f"Above 100 %, {top.of_ideal(first):.0%} on {top.num_ranks} GPUs: what is fastest there, {top.best.short}, "
+        f"Above 100 %, {top.of_ideal(first):.0%} on {top.num_ranks} GPUs: the fastest layout there, {top.best.short}, "
         f"{_explain_impossible(ranking, top, first)}. On {there} {first.best.short} is left, and of a sequence it "
         f"takes more GPU-seconds for {_list_savings(ranking, top, first)}."
     )
@@ -99,7 +99,7 @@ def _explain_impossible(ranking: Ranking, top: ScalingPoint, first: ScalingPoint
     here, wanted = memory_parts(model, platform, x), memory_parts(model, platform, fewer)
     most = max(here, key=lambda part: wanted[part] - here[part])
     grown = f"{LABELS[most]} {amount(wanted[most], 'B')} instead of {amount(here[most], 'B')}"
-    needs = f"would need {amount(sum(wanted.values()), 'B')} of a GPU's {amount(platform.capacity, 'B')}"
+    needs = f"would need {amount(sum(wanted.values()), 'B')} of a GPU's {amount(platform.memory_bytes, 'B')}"
     return f"{needs} on {there} ({grown}: spread over DP = {dp} ranks, not {x.dp})"
 
 
@@ -108,8 +108,8 @@ def _list_savings(ranking: Ranking, top: ScalingPoint, first: ScalingPoint) -> s
 
     def parts(point: ScalingPoint) -> dict[str, float]:
         assert point.best
-        found = time_parts(ranking.model, ranking.platform, point.best.layout, point.best.experts_first)
-        return {name: seconds * point.num_ranks / point.batch for name, seconds in found.items()}
+        seconds_by_part = time_parts(ranking.model, ranking.platform, point.best.layout, point.best.experts_first)
+        return {name: seconds * point.num_ranks / point.batch for name, seconds in seconds_by_part.items()}
 
     before, behind = parts(first), parts(top)
     saved = {name: before[name] - behind.get(name, 0.0) for name in before}

@@ -18,7 +18,7 @@ from .layout import Layout, Schedule
 from .platforms import Platform
 from .step_formulas import (
     collect_values,
-    estimate_ways,
+    estimate_dispatches,
     evaluate_memory,
     evaluate_memory_by_zero,
     find_step_sheet,
@@ -41,13 +41,13 @@ _Shortages = dict[tuple[int, int, int], tuple[float, str]]
 class SearchResult:
     """The layouts that fit, fastest first, and the rejected ones."""
 
-    asked: SearchRequest
+    request: SearchRequest
     entries: tuple[Entry, ...]
     rejected: tuple[Rejected, ...]
 
     @property
     def nearest(self) -> Rejected | None:
-        """The rejected region that lacks the fewest bytes."""
+        """The rejected sizes whose nearest layout lacks the fewest bytes."""
         return min((r for r in self.rejected if r.lacking), key=lambda r: r.lacking, default=None)
 
 
@@ -66,9 +66,9 @@ def search_layouts(
         InvalidPlan: invalid sizes.
     """
     check_whole_numbers(InvalidPlan, world_size=num_ranks, batch=batch, tokens=tokens, most_sequences=most_sequences)
-    for what, number in (("world_size", num_ranks), ("batch", batch)):
+    for field, number in (("world_size", num_ranks), ("batch", batch)):
         if number > _MOST:
-            raise InvalidPlan(f"{what} is {number}, expected at most {_MOST}")
+            raise InvalidPlan(f"{field} is {number}, expected at most {_MOST}")
     if fast_domain is not None and (type(fast_domain) is not int or fast_domain < 0):
         raise InvalidPlan(f"fast_domain is {fast_domain!r}, expected a number of ranks, 0 for any, or None")
     if isinstance(schedules, str):
@@ -79,32 +79,33 @@ def search_layouts(
         raise InvalidPlan(f"{shown}: there are {', '.join(get_args(Schedule))}")
     if 0 < (known := platform.networks[-1].ranks) < num_ranks:
         beyond = (
-            f"its coarsest network, {platform.networks[-1].name!r}, has {known} ranks, and nothing says what is beyond"
+            f"its coarsest network, {platform.networks[-1].name!r}, has {known} ranks, and the platform describes no "
+            "network beyond it"
         )
         remedy = "`python -m moefx bench platform --base NAME` takes the networks beyond from another platform"
         raise InvalidPlan(f"platform {platform.name} has too few ranks for {num_ranks} GPUs: {beyond}. {remedy}")
     reach = platform.fast_domain if fast_domain is None else fast_domain
     rejected, shortages = _Reasons(), _Shortages()
-    asked = SearchRequest(batch, tokens, most_sequences, reach, schedules)
-    entries = list(_list_entries(model, platform, num_ranks, asked, rejected, shortages))
-    there = {_region_key(entry.layout) for entry in entries}
+    request = SearchRequest(batch, tokens, most_sequences, reach, schedules)
+    entries = list(_list_entries(model, platform, num_ranks, request, rejected, shortages))
+    there = {_size_key(entry.layout) for entry in entries}
     reasons = [Rejected(tuple(map(dict, sizes)), why) for why, sizes in rejected.items()]
-    reasons += [_describe_shortage(region, *miss) for region, miss in shortages.items() if region not in there]
+    reasons += [_describe_shortage(sizes, *miss) for sizes, miss in shortages.items() if sizes not in there]
     entries.sort(key=lambda entry: (entry.seconds, entry.memory["M_gpu"]))
-    return SearchResult(asked, tuple(entries), tuple(reasons))
+    return SearchResult(request, tuple(entries), tuple(reasons))
 
 
-def first_fit(ranking: Ranking, num_ranks: int) -> Entry | Rejected | None:
+def find_first_fit(ranking: Ranking, num_ranks: int) -> Entry | Rejected | None:
     """Repeat a ranking's search with another number of ranks, until a layout fits.
 
     Returns:
         The first layout that fits; if none does, the one that lacks least; None if no layout divides the ranks.
     """
     shortages = _Shortages()
-    for entry in _list_entries(ranking.model, ranking.platform, num_ranks, ranking.asked, _Reasons(), shortages):
+    for entry in _list_entries(ranking.model, ranking.platform, num_ranks, ranking.request, _Reasons(), shortages):
         return entry
     return min(
-        (_describe_shortage(region, *miss) for region, miss in shortages.items()), key=lambda r: r.lacking, default=None
+        (_describe_shortage(sizes, *miss) for sizes, miss in shortages.items()), key=lambda r: r.lacking, default=None
     )
 
 
@@ -112,31 +113,31 @@ def _list_entries(
     model: Architecture,
     platform: Platform,
     num_ranks: int,
-    asked: SearchRequest,
+    request: SearchRequest,
     rejected: _Reasons,
     shortages: _Shortages,
 ) -> Iterator[Entry]:
     """Yield all layouts that fit, unordered. Adds the reasons against the others to `rejected` and `shortages`."""
-    reach = asked.fast_domain
-    for layout in _list_layouts(model, platform, num_ranks, asked, rejected):
+    reach = request.fast_domain
+    for layout in _list_layouts(model, platform, num_ranks, request, rejected):
         least = layout.tp if layout.ssmb else 1  # ranks that are neighbours in both placements
         placements = [first for first in (True, False) if first or least < layout.ep < layout.tp * layout.dp]
         near = [first for first in placements if not reach or layout.ep == 1 or _axis_reach(layout, first) <= reach]
         if not near:
             _reject(rejected, f"crosses the fast domain of {reach} ranks (Piper eq. 10)", EP=layout.ep)
             continue
-        ways = {first: choose_way(model, layout, platform, first) for first in near}
-        orders = _list_schedules(model, layout, asked.schedules)
+        dispatches = {first: choose_layout_dispatch(model, layout, platform, first) for first in near}
+        orders = _list_schedules(model, layout, request.schedules)
         for (kept, recompute), (schedule, chunks) in itertools.product(_POLICIES, orders):
             fitting = {}
-            for way in dict.fromkeys(ways.values()):
+            for dispatch in dict.fromkeys(dispatches.values()):
                 tried = dataclasses.replace(
-                    layout, way=way, kept=kept, recompute=recompute, schedule=schedule, chunks=chunks
+                    layout, dispatch=dispatch, kept=kept, recompute=recompute, schedule=schedule, chunks=chunks
                 )
-                fitting[way] = _find_fitting_zero(model, tried, platform, shortages)
+                fitting[dispatch] = _find_fitting_zero(model, tried, platform, shortages)
             placed: list[Entry] = []
-            for first, way in ways.items():
-                if (fits := fitting[way]) is not None:
+            for first, dispatch in dispatches.items():
+                if (fits := fitting[dispatch]) is not None:
                     placed.append(_build_entry(model, fits[0], platform, first, fits[1]))
             # the usual placement if the other one is not faster
             yield from placed if len({entry.seconds for entry in placed}) > 1 else placed[:1]
@@ -152,9 +153,9 @@ def estimate_entry(model: Architecture, layout: Layout, platform: Platform, expe
 
 
 def _list_layouts(
-    model: Architecture, platform: Platform, num_ranks: int, asked: SearchRequest, rejected: _Reasons
+    model: Architecture, platform: Platform, num_ranks: int, request: SearchRequest, rejected: _Reasons
 ) -> Iterator[Layout]:
-    """Yield all layouts whose sizes divide, without policy, schedule and way of rows."""
+    """Yield all layouts whose sizes divide, without policy, schedule and dispatch."""
     for pp in _divisors(num_ranks):
         if pp > model.num_layers:
             _reject(rejected, f"more stages than the {model.num_layers} layers (Piper eq. 9)", PP=pp)
@@ -167,10 +168,10 @@ def _list_layouts(
                 _reject(rejected, f"does not divide the {model.attention.num_heads} heads", TP=tp)
                 continue
             dp = num_ranks // pp // tp
-            if asked.batch % dp:
-                _reject(rejected, f"does not divide the batch of {asked.batch} sequences", DP=dp)
+            if request.batch % dp:
+                _reject(rejected, f"does not divide the batch of {request.batch} sequences", DP=dp)
                 continue
-            sequences = [b for b in _divisors(asked.batch // dp) if b <= asked.most_sequences]
+            sequences = [b for b in _divisors(request.batch // dp) if b <= request.most_sequences]
             for ep in _divisors(tp * dp):
                 if model.num_experts % ep:
                     _reject(rejected, f"does not divide the {model.num_experts} experts (Piper eq. 8)", EP=ep)
@@ -182,8 +183,8 @@ def _list_layouts(
                 for b in sequences:
                     for ssmb in ssmb_or_not:
                         yield Layout(
-                            pp=pp, tp=tp, dp=dp, ep=ep, ssmb=ssmb, sequences=b, tokens=asked.tokens,
-                            microbatches=asked.batch // dp // b,
+                            pp=pp, tp=tp, dp=dp, ep=ep, ssmb=ssmb, sequences=b, tokens=request.tokens,
+                            microbatches=request.batch // dp // b,
                         )  # fmt: skip
 
 
@@ -211,10 +212,10 @@ def _reject(rejected: _Reasons, why: str, **sizes: int) -> None:
 
 
 def _build_entry(
-    model: Architecture, layout: Layout, platform: Platform, experts_first: bool, taken: dict[str, float]
+    model: Architecture, layout: Layout, platform: Platform, experts_first: bool, memory: dict[str, float]
 ) -> Entry:
     step = find_step_sheet(layout, platform, experts_first)(**collect_values(model, layout, platform, experts_first))
-    return Entry(layout, experts_first, taken, step, units_above(layout, platform, experts_first))
+    return Entry(layout, experts_first, memory, step, units_above(layout, platform, experts_first))
 
 
 def _axis_reach(layout: Layout, experts_first: bool) -> int:
@@ -222,18 +223,18 @@ def _axis_reach(layout: Layout, experts_first: bool) -> int:
     return layout.ep if experts_first else (layout.ep - 1) * layout.expert_replicas + 1
 
 
-def choose_way(
+def choose_layout_dispatch(
     model: Architecture, layout: Layout, platform: Platform, experts_first: bool, wanted: str = "auto"
 ) -> Any:
-    """Choose how rows travel: as wanted if the topology allows it, otherwise the fastest way, as under
+    """Choose how rows travel: as wanted if the topology allows it, otherwise the fastest dispatch, as under
     `Plan(dispatch="auto")`.
 
     "gather" must be wanted: it moves no fewer bytes than "dedup", and the seconds of a step do not include the host.
     """
-    seconds = estimate_ways(model, layout, platform, experts_first) if layout.ep > 1 else {"flat": 0.0}
+    seconds = estimate_dispatches(model, layout, platform, experts_first) if layout.ep > 1 else {"flat": 0.0}
     if wanted in seconds:
         return wanted
-    return choose_dispatch({way: s for way, s in seconds.items() if way != "gather"})
+    return choose_dispatch({dispatch: s for dispatch, s in seconds.items() if dispatch != "gather"})
 
 
 def _find_fitting_zero(
@@ -241,24 +242,24 @@ def _find_fitting_zero(
 ) -> tuple[Layout, dict[str, float]] | None:
     """Return the layout with the lowest ZeRO stage that fits, and its memory.
 
-    If none fits, returns None and updates `shortages` if this layout lacks less than earlier ones of its region.
+    If none fits, returns None and updates `shortages` if this layout lacks less than earlier ones of the same sizes.
     """
-    region = _region_key(layout)
-    for zero, found in evaluate_memory_by_zero(model, layout, platform, (1, 2, 3) if layout.dp > 1 else (0,)):
-        lacking = found["M_gpu"] - platform.capacity
+    sizes = _size_key(layout)
+    for zero, memory in evaluate_memory_by_zero(model, layout, platform, (1, 2, 3) if layout.dp > 1 else (0,)):
+        lacking = memory["M_gpu"] - platform.memory_bytes
         if lacking <= 0:
-            return dataclasses.replace(layout, zero=zero), found
-        if region not in shortages or lacking < shortages[region][0]:
-            shortages[region] = lacking, max(STATES, key=found.__getitem__)
+            return dataclasses.replace(layout, zero=zero), memory
+        if sizes not in shortages or lacking < shortages[sizes][0]:
+            shortages[sizes] = lacking, max(STATES, key=memory.__getitem__)
     return None
 
 
-def _describe_shortage(region: tuple[int, int, int], lacking: float, term: str) -> Rejected:
+def _describe_shortage(sizes: tuple[int, int, int], lacking: float, term: str) -> Rejected:
     why = f"does not fit: {amount(lacking, 'B')} too much at least, most of it {TERMS[term]} ({term})"
-    return Rejected((dict(zip(("PP", "TP", "EP"), region, strict=True)),), why, lacking, term)
+    return Rejected((dict(zip(("PP", "TP", "EP"), sizes, strict=True)),), why, lacking, term)
 
 
-def _region_key(layout: Layout) -> tuple[int, int, int]:
+def _size_key(layout: Layout) -> tuple[int, int, int]:
     return layout.pp, layout.tp, layout.ep
 
 

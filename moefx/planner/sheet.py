@@ -31,8 +31,8 @@ class distinct_parts(sympy.Function):
 
 def distinct(num_experts: sympy.Expr, top_k: sympy.Expr, parts: sympy.Expr) -> sympy.Expr:
     """Expected number of equal parts of the experts that a token's experts are in (X-MoE figure 4), uniform routing."""
-    found: Any = distinct_parts(num_experts, top_k, parts)
-    return found
+    expression: Any = distinct_parts(num_experts, top_k, parts)
+    return expression
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,12 +109,12 @@ class Sheet:
 
     def dependencies(self, *names: str) -> list[Formula]:
         """Return the formulas of these results, followed by those of the results that they use."""
-        found, left = [], list(names)
+        formulas, left = [], list(names)
         while left:
-            found.append(formula := self.formulas[left.pop(0)])
-            seen = {f.name for f in found} | set(left)
+            formulas.append(formula := self.formulas[left.pop(0)])
+            seen = {f.name for f in formulas} | set(left)
             left += [n for n in self.formulas if n in _symbol_names(formula.expression) and n not in seen]
-        return found
+        return formulas
 
     def format_results(self, *names: str, **values: float) -> str:
         """Format the formulas of results with their numbers, followed by those of the results that they use."""
@@ -133,10 +133,10 @@ class Sheet:
         """All lines as one Python function, because a search evaluates thousands of plans."""
         printer = _CodePrinter()
         lines = [f"    {f.name} = {printer.doprint(f.expression)}" for f in self]
-        given = [f"    {name} = values[{name!r}]" for name in self.inputs]
+        bindings = [f"    {name} = values[{name!r}]" for name in self.inputs]
         items = ", ".join(f"{f.name!r}: {f.name}" for f in self)
         space: dict[str, Any] = {"distinct_parts": compute_expected_parts}
-        exec("\n".join(["def results(values):", *given, *lines, f"    return {{{items}}}"]), space)
+        exec("\n".join(["def results(values):", *bindings, *lines, f"    return {{{items}}}"]), space)
         return space["results"]
 
 

@@ -41,18 +41,18 @@ n_pass, n_z3, y_p, T_compute, T_alltoall, T_tp, T_gather, T_p2p, T_params, T_mic
 T_bubble, T_grads, T_optimizer, T_step = quantities("T_bubble T_grads T_optimizer T_step")
 
 
-def _parts(every: sympy.Expr, moe: sympy.Expr, logits: Any) -> dict[str, sympy.Expr]:
-    """Seconds of a micro-batch in `every` layers, `moe` of them with experts.
+def _parts(layers: sympy.Expr, moe: sympy.Expr, logits: Any) -> dict[str, sympy.Expr]:
+    """Seconds of a micro-batch in `layers` layers, `moe` of them with experts.
 
     Args:
         logits: 1 to include the logits, otherwise 0.
     """
     again = n_again + n_up * (n_mat - 1) / n_mat
     return {
-        "T_compute": n_pass * (every * T_attention + moe * T_rest + (every - moe) * T_ffn + logits * T_logits)
+        "T_compute": n_pass * (layers * T_attention + moe * T_rest + (layers - moe) * T_ffn + logits * T_logits)
         + moe * (T_experts_step + again * T_experts),
         "T_alltoall": moe * ((4 + 2 * n_again) * T_exchange + (1 + n_again) * T_counts),
-        "T_tp": every * (2 + n_again) / 2 * (V_tp * beta_tp + 2 * (1 + n_attn) * n_tp * alpha_tp),
+        "T_tp": layers * (2 + n_again) / 2 * (V_tp * beta_tp + 2 * (1 + n_attn) * n_tp * alpha_tp),
         "T_gather": (2 + n_again) * moe * (V_gather * beta_tp + n_g * alpha_tp),
     }
 
@@ -104,8 +104,8 @@ def flop_per_token(model: Architecture, tokens: int) -> float:
 
 def evaluate_memory(model: Architecture, layout: Layout, platform: Platform) -> dict[str, float]:
     """Evaluate `MEMORY` on the stage that needs most: the first, or the last, which has the logits."""
-    ((_, found),) = evaluate_memory_by_zero(model, layout, platform, (layout.zero,))
-    return found
+    ((_, memory),) = evaluate_memory_by_zero(model, layout, platform, (layout.zero,))
+    return memory
 
 
 def evaluate_memory_by_zero(
@@ -117,8 +117,8 @@ def evaluate_memory_by_zero(
         _find_fullest(model, layout),
     )
     for zero in zeros:
-        found = states[zero] | kept
-        yield zero, found | TOTAL(**found, M_fw=platform.overhead)
+        parts = states[zero] | kept
+        yield zero, parts | TOTAL(**parts, M_fw=platform.overhead)
 
 
 def find_fullest_stage(model: Architecture, layout: Layout) -> int:
@@ -150,11 +150,11 @@ def collect_values(
     The longest stage (`l_t` layers, `l_t_moe` with experts, `h_t` logits) is one with the most layers, or the last one,
     which has the logits.
     """
-    found = _shared_values(model, layout, platform, experts_first)
+    values = _shared_values(model, layout, platform, experts_first)
     kinds = [dict(zip(("l_t", "l_t_moe", "h_t"), kind, strict=True)) for kind in _list_longest_stages(model, layout.pp)]
     one = find_step_sheet(layout, platform, experts_first)
-    kind = kinds[0] if len(kinds) == 1 else max(kinds, key=lambda kind: one(**found, **kind)["T_micro"])
-    return _with_bubble(layout, found | kind, one)
+    kind = kinds[0] if len(kinds) == 1 else max(kinds, key=lambda kind: one(**values, **kind)["T_micro"])
+    return _with_bubble(layout, values | kind, one)
 
 
 def _with_bubble(layout: Layout, values: dict[str, float], formulas: Sheet) -> dict[str, float]:
@@ -165,15 +165,15 @@ def _with_bubble(layout: Layout, values: dict[str, float], formulas: Sheet) -> d
     """
     if layout.pp == 1 or not layout.schedule.startswith("zb"):
         return values
-    found = formulas(**values)
+    results = formulas(**values)
     layers, moe, again = values["l_t"], values["l_t_moe"], values["n_again"]
-    dense = layers * found["T_attention"] + moe * found["T_rest"] + (layers - moe) * found["T_ffn"]
-    dense += values["h_t"] * found["T_logits"]
-    scores = layers * found["F_scores"] / (values["peak"] * values["e_attn"])  # have no weights
-    forward = dense + moe * (found["T_experts"] + 2 * found["T_exchange"] + found["T_counts"])
-    forward += (found["T_tp"] + found["T_gather"]) / (2 + again) + found["T_params"] / 2
-    weights = dense - scores + moe * (found["T_experts_step"] - 2 * found["T_experts"])
-    shares = forward / found["T_micro"], weights / found["T_micro"]
+    dense = layers * results["T_attention"] + moe * results["T_rest"] + (layers - moe) * results["T_ffn"]
+    dense += values["h_t"] * results["T_logits"]
+    scores = layers * results["F_scores"] / (values["peak"] * values["e_attn"])  # have no weights
+    forward = dense + moe * (results["T_experts"] + 2 * results["T_exchange"] + results["T_counts"])
+    forward += (results["T_tp"] + results["T_gather"]) / (2 + again) + results["T_params"] / 2
+    weights = dense - scores + moe * (results["T_experts_step"] - 2 * results["T_experts"])
+    shares = forward / results["T_micro"], weights / results["T_micro"]
     return values | {"bubble_of": waiting_share(layout.schedule, layout.pp, layout.microbatches, *shares)}
 
 
@@ -203,8 +203,8 @@ def _shared_values(model: Architecture, layout: Layout, platform: Platform, expe
 @functools.lru_cache(maxsize=1024)
 def _list_longest_stages(model: Architecture, pp: int) -> list[tuple[int, int, int]]:
     """(layers, layers with experts, logits) of the stages that may take longest: no other stage exceeds them in all."""
-    each = [(*Layout(pp=pp).layers_of(model, stage), int(stage == pp - 1)) for stage in range(pp)]
-    most = [k for k in each if not any(all(map(operator.le, k, other)) and k != other for other in each)]
+    counts = [(*Layout(pp=pp).layers_of(model, stage), int(stage == pp - 1)) for stage in range(pp)]
+    most = [k for k in counts if not any(all(map(operator.le, k, other)) and k != other for other in counts)]
     return list(dict.fromkeys(most))
 
 
@@ -229,25 +229,25 @@ def find_step_sheet(layout: Layout, platform: Platform, experts_first: bool = Tr
     """Return the sheet of a layout's step.
 
     Raises:
-        InvalidPlan: the way of rows needs several levels, and the expert axis has one.
+        InvalidPlan: the dispatch needs several levels, and the expert axis has one.
     """
     sizes, networks = _expert_levels(layout, platform, experts_first)
-    if layout.way in ("rbd", "halo") and len(sizes) == 1 < layout.ep:
+    if layout.dispatch in ("rbd", "halo") and len(sizes) == 1 < layout.ep:
         where = f"EP={layout.ep} is within one: {networks[0].name!r}"
-        raise InvalidPlan(f"way={layout.way!r} goes by levels, but {where}")
-    return build_step_sheet(layout.way if layout.ep > 1 else "none", len(sizes))
+        raise InvalidPlan(f"dispatch={layout.dispatch!r} goes by levels, but {where}")
+    return build_step_sheet(layout.dispatch if layout.ep > 1 else "none", len(sizes))
 
 
-def estimate_ways(
+def estimate_dispatches(
     model: Architecture, layout: Layout, platform: Platform, experts_first: bool = True
 ) -> dict[str, float]:
-    """Seconds of one exchange in one direction, for each possible way of rows."""
+    """Seconds of one exchange in one direction, for each possible dispatch."""
     sizes, _ = _expert_levels(layout, platform, experts_first)
-    found = build_exchange_sheet(len(sizes))(**_shared_values(model, layout, platform, experts_first))
+    results = build_exchange_sheet(len(sizes))(**_shared_values(model, layout, platform, experts_first))
     return {
-        dispatch: found[symbol]
+        dispatch: results[symbol]
         for dispatch in get_args(PlannedDispatch)
-        if (symbol := exchange_symbol(dispatch)) in found
+        if (symbol := exchange_symbol(dispatch)) in results
     }
 
 
@@ -256,7 +256,7 @@ def units_above(layout: Layout, platform: Platform, experts_first: bool = True) 
 
     They are the value of `Plan(topology_levels=...)`; "rbd" and "halo" have a hop for each.
     """
-    if layout.ep == 1 or layout.way not in ("rbd", "halo"):
+    if layout.ep == 1 or layout.dispatch not in ("rbd", "halo"):
         return ()
     _, networks = _expert_levels(layout, platform, experts_first)
     return tuple(sorted(n.ranks for n in networks[1:] if n.ranks > platform.node_size))
@@ -270,18 +270,18 @@ def _expert_levels(
 
 
 @functools.lru_cache
-def build_step_sheet(way: str, num_levels: int) -> Sheet:
+def build_step_sheet(dispatch: str, num_levels: int) -> Sheet:
     """Build the sheet of a step.
 
     Args:
-        way: how rows travel; "none" if each rank has all experts.
+        dispatch: how rows travel; "none" if each rank has all experts.
         num_levels: levels of the expert axis.
     """
     zero = sympy.Integer(0)
-    rows = zero if way == "none" else quantity(exchange_symbol(way))
-    counts = zero if way in ("none", "gather") else quantity("alpha0")
+    rows = zero if dispatch == "none" else quantity(exchange_symbol(dispatch))
+    counts = zero if dispatch in ("none", "gather") else quantity("alpha0")
     chosen = [
-        Formula("T_exchange", rows, "s", f"an exchange of rows, one direction: {way}"),
+        Formula("T_exchange", rows, "s", f"an exchange of rows, one direction: {dispatch}"),
         Formula("T_counts", counts, "s", "an exchange of some bytes: how many rows will come"),
     ]
     return STATES + FORWARD + build_exchange_sheet(num_levels) + Sheet(chosen) + VOLUMES + STEP

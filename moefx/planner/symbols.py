@@ -90,7 +90,7 @@ SYMBOLS: dict[str, tuple[str, str]] = {
     "v_dense": ("B/s", "rate of the operands of GEMMs other than the experts'"),
     "t_dense": ("s", "launch of a GEMM other than the experts'"),
     "v_gemm": ("FLOP/s", "rate of the experts' GEMMs"),
-    "v_rows": ("B/s", "rate of the experts' rows: what a byte adds to the time, so it may be above BW"),
+    "v_rows": ("B/s", "rate of the experts' rows, by the time that a byte adds; it may be above BW"),
     "v_weights": ("B/s", "rate of the experts' weights, likewise"),
     "t_launch": ("s", "launches of the experts' forward"),
     "tile": ("1", "rows of a tile of the experts' GEMMs"),

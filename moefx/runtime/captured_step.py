@@ -41,8 +41,8 @@ def capture_step(step: Callable[P, R], *, warm_up: int = 3) -> CapturedStep[P, R
 
     A graph repeats kernels, not Python. In a captured step nothing may read a value on the host (`loss.item()`), the
     optimizer must be capturable (`AdamW(..., capturable=True)`), and numbers of Python keep the values that they had,
-    apart from a learning rate that is a tensor on the GPU. What Python does besides, such as counting steps, is done in
-    the first calls only. Blocks over several ranks need `Plan(dispatch="gather", max_tokens=...)`.
+    apart from a learning rate that is a tensor on the GPU. Other Python code, such as a step counter, runs only in the
+    eager and captured calls. Blocks over several ranks need `Plan(dispatch="gather", max_tokens=...)`.
 
     Args:
         step: runs forward, backward and optimizer on the current device. Its arguments and results are trees of tensors
@@ -156,17 +156,17 @@ class _Graph:
             raise InvalidInput(
                 f"the step was captured with arguments of the form {self.tree}, and is called with {tree}"
             )
-        for number, (static, given) in enumerate(zip(self.inputs, leaves, strict=True)):
-            if described := _describe_difference(static, given):
+        for number, (static, argument) in enumerate(zip(self.inputs, leaves, strict=True)):
+            if described := _describe_difference(static, argument):
                 raise InvalidInput(
                     f"argument {number} of the captured step {described}: a graph has the shapes and numbers of its "
                     "capture. Pad the batch, or call the step itself for this one"
                 )
         self._check_options()
         with torch.no_grad():
-            for static, given in zip(self.inputs, leaves, strict=True):
+            for static, argument in zip(self.inputs, leaves, strict=True):
                 if _is_on_gpu(static):
-                    static.copy_(given, non_blocking=True)
+                    static.copy_(argument, non_blocking=True)
         self.graph.replay()
         return pytree.tree_map_only(Tensor, torch.clone, self.results)
 
@@ -177,8 +177,8 @@ class _Graph:
         for name, value in self.options.items():
             if now[name] != value:
                 raise InvalidInput(
-                    f"{name} is {now[name]}, and was {value} in the capture: the graph goes on with {value}. Make it "
-                    'a tensor on the GPU (`lr=torch.tensor(1e-3, device="cuda")`) and fill that, or capture again'
+                    f"{name} changed from {value} to {now[name]} since the capture, and the graph still uses {value}. "
+                    'Make it a tensor on the GPU (`lr=torch.tensor(1e-3, device="cuda")`) and fill that, or capture again'
                 )
 
     def _read_options(self) -> Iterator[tuple[str, Any]]:
@@ -202,15 +202,15 @@ def _is_on_gpu(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_cuda
 
 
-def _describe_difference(static: Any, given: Any) -> str:
+def _describe_difference(static: Any, argument: Any) -> str:
     """Say how an argument differs from the captured one in more than the values of a tensor on the GPU; "" if not."""
-    if not isinstance(static, Tensor) or not isinstance(given, Tensor):
-        same = type(static) is type(given) and static == given
-        return "" if same else f"is {given!r}, and was {static!r} in the capture"
-    if static.shape != given.shape or static.dtype != given.dtype:
-        captured, now = (f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in (static, given))
-        return f"is {now}, and was {captured} in the capture"
-    if not static.is_cuda and (given.is_cuda or not torch.equal(static, given)):
+    if not isinstance(static, Tensor) or not isinstance(argument, Tensor):
+        same = type(static) is type(argument) and static == argument
+        return "" if same else f"changed from {static!r} to {argument!r} since the capture"
+    if static.shape != argument.shape or static.dtype != argument.dtype:
+        captured, now = (f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in (static, argument))
+        return f"changed from {captured} to {now} since the capture"
+    if not static.is_cuda and (argument.is_cuda or not torch.equal(static, argument)):
         return "was on the CPU in the capture, and has other values now"
     return ""
 

@@ -91,8 +91,8 @@ class AbsorbedModules:
                 self._raise_changed(block_name, name, f"got a new forward in its class {cls.__name__}")
             for child in {**children, **module._modules}:
                 if module._modules.get(child) is not children.get(child):
-                    what = _describe_replacement(children.get(child), module._modules.get(child))
-                    self._raise_changed(block_name, f"{name}.{child}", what)
+                    change = _describe_replacement(children.get(child), module._modules.get(child))
+                    self._raise_changed(block_name, f"{name}.{child}", change)
             for parameter, value in module._parameters.items():
                 if (value is None) is not (parameter in without):
                     self._raise_changed(
@@ -103,9 +103,9 @@ class AbsorbedModules:
             if hook := find_hook_kind(module):
                 self._raise_changed(block_name, name, f"got a {hook}")
 
-    def _raise_changed(self, block_name: str, name: str, what: str) -> None:
+    def _raise_changed(self, block_name: str, name: str, change: str) -> None:
         raise AbsorbedModuleChanged(
-            f"{f'{block_name}.' if block_name else ''}{name} {what} after moefx.compile. The rewritten "
+            f"{f'{block_name}.' if block_name else ''}{name} {change} after moefx.compile. The rewritten "
             f"{type(self.block).__name__} reads its parameters but does not call it, so the change would be ignored. "
             "Undo the change, or make it before moefx.compile. The router and shared experts can change at any time"
         )

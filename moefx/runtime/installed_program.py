@@ -53,8 +53,8 @@ class InstalledProgram:
         where, now = self.attributes.changed() or (AttributeLocation("", ""), None)
         if isinstance(other := self.attributes.values.get(where), AttributeLocation):
             return f"{where} and {other} were one tensor and are two now"
-        what = f"a {type(now).__name__}" if isinstance(now, nn.Module) else repr(now)
-        return f"{where} == {self.attributes.values.get(where)!r}: it is {what} now, and the forward reads it"
+        shown = f"a {type(now).__name__}" if isinstance(now, nn.Module) else repr(now)
+        return f"{where} == {self.attributes.values.get(where)!r}: it is {shown} now, and the forward reads it"
 
     def run_after(self, pass_name: str, block: nn.Module, leaves: Leaves) -> Any:
         """Run the graph after the named pass."""

@@ -116,10 +116,10 @@ class Program:
 
     def describe_difference(self, other: Program) -> str:
         """Return the specialization, and attributes with other values than in `other`: `eval (x: ...), top_k == 3`."""
-        mine = self.attributes.items()
+        items = self.attributes.items()
         values = [
             f"{where} == {value!r}"
-            for where, value in mine
+            for where, value in items
             if where.name != "training"
             and isinstance(value, (bool, int, float, str))
             and where in other.attributes

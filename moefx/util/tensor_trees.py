@@ -42,9 +42,9 @@ def map_tensors(tree: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def collect_tensors(tree: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    map_tensors(tree, found.append)
-    return found
+    tensors: list[torch.Tensor] = []
+    map_tensors(tree, tensors.append)
+    return tensors
 
 
 def suspend_modes() -> contextlib.AbstractContextManager[Any]:

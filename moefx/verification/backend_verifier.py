@@ -168,8 +168,8 @@ class _GraphRunner:
 
     def _make_backend(self, plan: Plan) -> Callable[..., Any]:
         def compiled(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-            out, found = rewrite_regions(gm, example_inputs, plan)
-            self.refused |= {str(r): r for f in found.flatten() for r in f.refused}
+            out, regions = rewrite_regions(gm, example_inputs, plan)
+            self.refused |= {str(r): r for f in regions.flatten() for r in f.refused}
             return lambda *values: self._run_graph(out, values)
 
         return compiled
@@ -196,8 +196,8 @@ class _GraphRunner:
             self.scope.region = forward.name
             if name not in calls:
                 with _disable_current_modes():
-                    own = change_tensors(args, lambda _, t: t if isinstance(t, nn.Parameter) else t.detach().clone())
-                calls[name] = own, {}
+                    copied = change_tensors(args, lambda _, t: t if isinstance(t, nn.Parameter) else t.detach().clone())
+                calls[name] = copied, {}
 
         def after(*_: Any) -> None:
             self.scope.region = None

@@ -57,8 +57,8 @@ def _read_part(context: Any, is_wrapped: bool) -> CompiledPart | None:
         compiler = torch._dynamo.eval_frame.innermost_backend(context.callback)
     except Exception:
         return None
-    own = getattr(compiler, "compiler_fn", compiler)
-    name = getattr(compiler, "compiler_name", None) or getattr(own, "__name__", str(own))
+    backend = getattr(compiler, "compiler_fn", compiler)
+    name = getattr(compiler, "compiler_name", None) or getattr(backend, "__name__", str(backend))
     return CompiledPart(compiler, str(name), getattr(compiler, "dynamic", None), is_wrapped)
 
 

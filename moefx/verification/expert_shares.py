@@ -14,9 +14,9 @@ def find_shares(compiled: nn.Module) -> Shares | None:
     stacked, here, elsewhere, group, sequence = {}, set(), set(), "", None
     for block, layout in find_expert_layouts(compiled).items():
         prefix, group = f"{block}." * bool(block), layout.placement.group
-        own, sequence = layout.placement.local_experts, layout.sequence
+        local_experts, sequence = layout.placement.local_experts, layout.sequence
         stacked |= {prefix + name: layout.placement for name in layout.parameters.stacked}
         for expert, names in enumerate(layout.parameters.separate):
-            (here if expert in own else elsewhere).update(prefix + name for name in names)
+            (here if expert in local_experts else elsewhere).update(prefix + name for name in names)
     names = frozenset(here), frozenset(elsewhere - here)
     return Shares(group, stacked, *names, sequence, "" in find_expert_layouts(compiled)) if group else None

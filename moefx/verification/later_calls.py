@@ -105,9 +105,13 @@ class CallPlanner:
 
     def plan_calls(self) -> CallPlan:
         """Plan a call of the given size, then calls of other sizes."""
-        given = next(self._iterate_interpretations(), None)
-        tokens = None if given is None else _count_tokens(given, given.sizes)
-        again = self.inputs if given is None else resize_inputs(self.inputs, given, given.sizes, self.generator)
+        interpretation = next(self._iterate_interpretations(), None)
+        tokens = None if interpretation is None else _count_tokens(interpretation, interpretation.sizes)
+        again = (
+            self.inputs
+            if interpretation is None
+            else resize_inputs(self.inputs, interpretation, interpretation.sizes, self.generator)
+        )
         layout: Layout = "" if self.is_costly else "rows apart"
         second = LaterCall(again, tokens, layout=layout, backward=False)
         if not self._is_on_cpu and self._find_refusal(second) is not None:
@@ -151,22 +155,22 @@ class CallPlanner:
 
         Yields the requested counts, else one count below the given one, a few small ones, and one above.
         """
-        given = _count_tokens(interpretation, interpretation.sizes)
+        num_tokens = _count_tokens(interpretation, interpretation.sizes)
         if self.token_counts is not None:
             for number in self.token_counts:
                 yield _choose_sizes(interpretation, -(-number // interpretation.tokens_per_unit)), True, ""
             return
-        seen = [given]
-        is_many = given <= MANY_TOKENS and _LARGE.stop * _count_parameters(self.original) <= MAX_WORK
+        seen = [num_tokens]
+        is_many = num_tokens <= MANY_TOKENS and _LARGE.stop * _count_parameters(self.original) <= MAX_WORK
         # Stay near the given count if MANY_TOKENS would take too long.
-        above = _LARGE if is_many else range(given + 1, given + max(given // 8, 8))
-        below = range(max(given // 4, _MIN_TOKENS), max(given // 2, min(given, _MIN_TOKENS + 8)))
+        above = _LARGE if is_many else range(num_tokens + 1, num_tokens + max(num_tokens // 8, 8))
+        below = range(max(num_tokens // 4, _MIN_TOKENS), max(num_tokens // 2, min(num_tokens, _MIN_TOKENS + 8)))
         unit = interpretation.tokens_per_unit
         small = range(unit, 9 * unit, unit) if unit > 1 else _SMALL
         draws = [
-            _Draw(below, range(given), layout="transposed"),
+            _Draw(below, range(num_tokens), layout="transposed"),
             *[_Draw(small, range(sys.maxsize), backward=False)] * NUM_SMALL,
-            _Draw(above, range(max(given, MANY_TOKENS * is_many) + 1, sys.maxsize)),  # last: see MAX_SECONDS
+            _Draw(above, range(max(num_tokens, MANY_TOKENS * is_many) + 1, sys.maxsize)),  # last: see MAX_SECONDS
         ]
         if self.is_costly:
             del draws[1:]
@@ -176,7 +180,7 @@ class CallPlanner:
             if sizes is not None:
                 seen.append(_count_tokens(interpretation, sizes))
                 yield sizes, draw.backward, draw.layout
-        if not is_many and given <= MANY_TOKENS and not self.is_costly:
+        if not is_many and num_tokens <= MANY_TOKENS and not self.is_costly:
             self.plan.reasons.append(
                 f"more than {MANY_TOKENS} tokens: too slow with {_count_parameters(self.original):,} parameters; "
                 f"set token_counts=({_LARGE.start},)"
@@ -227,8 +231,8 @@ def resize_inputs(inputs: Inputs, interpretation: Arguments, sizes: Sizes, gener
         indices = torch.zeros(1, dtype=torch.int64)
         for part in name.split("*"):
             size = int(part) if part.isdigit() else interpretation.sizes[part]
-            own = torch.arange(size) if part.isdigit() else order[part]
-            indices = (indices[:, None] * size + own).flatten()
+            positions = torch.arange(size) if part.isdigit() else order[part]
+            indices = (indices[:, None] * size + positions).flatten()
         return indices
 
     def changed(value: Any, leaf: Any) -> Any:

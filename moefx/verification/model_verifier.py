@@ -193,10 +193,10 @@ class ModelVerifier:
                 self.not_covered.append(summarize_error(error.__cause__ or error)[:160] + f" on {named}")
         return None, later
 
-    def record_coverage(self, what: str, ran_original: Counter[str]) -> None:
+    def record_coverage(self, comparison: str, ran_original: Counter[str]) -> None:
         """Add a comparison to `covered`, with the blocks that ran their original forward."""
         names = ", ".join(name or "(model)" for name, count in ran_original.items() if count)
-        self.covered.append(what + (f"; there {names} ran the original" if names else ""))
+        self.covered.append(comparison + (f"; blocks that ran the original forward: {names}" if names else ""))
 
     def compare_compiled_copy(self, parts: Mapping[str, CompiledPart], sets: list[Inputs], options: RunOptions) -> None:
         """Compare a copy that torch compiles, as a whole, because its routing can be neither read nor imposed.
@@ -215,22 +215,22 @@ class ModelVerifier:
             subject = Subject(
                 self.reference, self.compiled, working, self.exact, call_compiled=CompiledCopies(parts), is_opaque=True
             )
-            chain, num_close, found = CallChain(subject), 0, []
+            chain, num_close, comparisons = CallChain(subject), 0, []
             precision = "" if working is self.working else ", in float64"
             for i, inputs in enumerate(sets):
                 try:
-                    found.append(chain.compare(inputs, options, f"inputs {i}, {name}{precision}"))
+                    comparisons.append(chain.compare(inputs, options, f"inputs {i}, {name}{precision}"))
                     num_close += chain.count_close_choices()
                 except InvalidInput as error:
                     self.not_covered.append(f"{name}{precision}: {summarize_error(error)[:200]}")
-            if all(comparison.ok for comparison in found) or not num_close or working.dtype == torch.float64:
+            if all(comparison.ok for comparison in comparisons) or not num_close or working.dtype == torch.float64:
                 break
             self.notes.append(
                 f"{name}: differs, but rounding decides {num_close} choices of experts; compared in float64 instead"
             )
-        for comparison in found:
+        for comparison in comparisons:
             self.record(comparison)
-        self.covered += [f"{name}{precision}, as a whole"] if found else []
+        self.covered += [f"{name}{precision}, as a whole"] if comparisons else []
 
     def count_original_calls(self) -> Counter[str]:
         """Return the number of calls of each block in the current sandbox that ran the original forward."""

@@ -44,7 +44,7 @@ def parse_modes(names: Iterable[str]) -> list[Mode]:
     """
     if isinstance(names, str):
         names = (names,)
-    found = []
+    modes = []
     for name in names:
         parts = str(name).split("+")
         training, grads = ([p for p in parts if p in group] for group in (MODE_NAMES[:2], MODE_NAMES[2:]))
@@ -53,8 +53,8 @@ def parse_modes(names: Iterable[str]) -> list[Mode]:
                 f"verify: modes={name!r}: expected {', '.join(MODE_NAMES)}, or a combination of train or eval with "
                 f'no_grad or inference_mode, as in "eval+no_grad"{nearest(str(name), MODE_NAMES)}'
             )
-        found.append(Mode(training[0] == "train" if training else None, grads[0] if grads else None))
-    return list(dict.fromkeys(found))
+        modes.append(Mode(training[0] == "train" if training else None, grads[0] if grads else None))
+    return list(dict.fromkeys(modes))
 
 
 __all__ = ["Mode", "parse_modes"]

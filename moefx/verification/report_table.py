@@ -33,7 +33,7 @@ def format_report(report: VerifyReport) -> str:
         verdict += f"; {untrue} part(s) without a float64 truth, compared with the original in its own precision"
     lines = [f"moefx.verify: {verdict}"]
     lines += _align_columns(
-        [("block", "what", "compared", "worst error", "allowed", "norm", "of", "")]
+        [("block", "kind", "compared", "worst error", "allowed", "norm", "worst tensor", "")]
         + [
             _summarize_rows(block, kind, [row for row in rows if (row.block, row.kind) == (block, kind)])
             for block in blocks
@@ -43,8 +43,8 @@ def format_report(report: VerifyReport) -> str:
     lines.append(f"  {LEGEND}")
     if seconds := sum(row.name.endswith(SECOND_BACKWARD) for row in rows):
         lines.append(f"  {seconds} of the comparisons are of a second backward, with cotangents of stride 0")
-    lines += [f"  also compared: {what}" for what in report.covered]
-    lines += [f"  not compared: {what}" for what in report.not_covered]
+    lines += [f"  also compared: {entry}" for entry in report.covered]
+    lines += [f"  not compared: {entry}" for entry in report.not_covered]
     if report.routing:
         lines += ["", "routing, beside the reference's"]
         lines += _align_columns(
@@ -101,8 +101,8 @@ def _summarize_routing(rows: Sequence[RoutingRow]) -> tuple[str, ...]:
 
 
 def _format_failure(row: Row) -> tuple[str, ...]:
-    what = row.note or f"{row.norm} error {row.error:.2g}, allowed {row.bound:.2g}"
-    return _format_block(row.block), row.kind, row.name, what, row.case
+    difference = row.note or f"{row.norm} error {row.error:.2g}, allowed {row.bound:.2g}"
+    return _format_block(row.block), row.kind, row.name, difference, row.case
 
 
 def _format_block(block: str) -> str:

@@ -144,9 +144,11 @@ def verify(
             shares.check_agreement(f"{type(error).__name__}: {error}")
         raise
     if shares is not None:
-        asked = {"sets of inputs": len(sets), "seeds": len(seeds), "dtype": dtype, "grads": grads, "routings": routings,
-                 "token_counts": token_counts, "modes": modes}  # fmt: skip
-        shares.check_agreement(", ".join(f"{what}: {value}" for what, value in asked.items()))
+        settings = {
+            "sets of inputs": len(sets), "seeds": len(seeds), "dtype": dtype, "grads": grads, "routings": routings,
+            "token_counts": token_counts, "modes": modes,
+        }  # fmt: skip
+        shares.check_agreement(", ".join(f"{setting}: {value}" for setting, value in settings.items()))
         shares.check_tokens(sets)
     if recipes and not find_rewritten_blocks(compiled):
         from .backend_verifier import verify_traced  # imports the backend
@@ -225,11 +227,11 @@ def _select_runnable_parts(
     parts: Mapping[str, CompiledPart], recipes: Mapping[str, BackendRecipe]
 ) -> dict[str, CompiledPart]:
     """Return the parts to compile copies of. Empty if all run eagerly, because eager graphs are compared anyway."""
-    found = dict(parts)
+    runnable = dict(parts)
     for name, recipe in recipes.items():
         if name in parts:
-            found[name] = recipe.part._replace(compiler=recipe.compile)
-    return {} if all(part.name == "eager" for part in found.values()) else found
+            runnable[name] = recipe.part._replace(compiler=recipe.compile)
+    return {} if all(part.name == "eager" for part in runnable.values()) else runnable
 
 
 def _unwrap(model: nn.Module) -> nn.Module:

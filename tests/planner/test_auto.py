@@ -75,7 +75,7 @@ def test_a_plan_leaves_less_open():
     assert [str(u) for u in list_axis_uses(named, AUTO)] == ["experts over ep (2)"]
     (ssmb,) = list_axis_uses(named, AUTO.replace(sequence_axis="model"))
     assert str(ssmb) == "experts over ep x model (8), SSMB over model" and ssmb.tp == 4
-    # axes are made one by all ranks there are
+    # axes are flattened by all ranks
     assert [str(u) for u in list_axis_uses(mesh, AUTO, is_whole=False)] == ["experts over ep (2)"]
 
 
@@ -103,7 +103,7 @@ MODEL = find_model("olmoe-1b-7b")
 
 
 def told(asked: Plan = AUTO, model=MODEL, memory: float = 139e9, tokens: int = 4096, **more) -> Facts:
-    platform = dataclasses.replace(find_platform("dgx-h100"), capacity=memory)
+    platform = dataclasses.replace(find_platform("dgx-h100"), memory_bytes=memory)
     return Facts(asked, model, 1, tokens, "said", LocalPlatform(platform, "said"), **more)
 
 
@@ -144,7 +144,7 @@ def test_ranks_decide_by_the_most_tokens_and_the_least_memory():
     facts = {0: told(), 1: told(tokens=8192), 2: told(memory=50e9), 3: told()}
     found = [decide(facts, rank, mesh) for rank in facts]
     assert len({str(each) for each in found}) == 1 and found[0].plan.tokens == 8192
-    assert found[0].facts.here.platform.capacity == 50e9
+    assert found[0].facts.here.platform.memory_bytes == 50e9
     with pytest.raises(InvalidPlan, match=r"do not agree on Plan\(zero=\.\.\.\): rank 0 None, rank 2 3"):
         decide(facts | {2: told(AUTO.replace(zero=3))}, 0, mesh)
     with pytest.raises(InvalidPlan, match="rank 3 of the mesh cannot go on, CaptureError: no"):
@@ -171,7 +171,7 @@ def test_stages_share_axes_and_choose_their_own_policy():
 def test_rows_travel_as_planned():
     asked = AUTO.replace(dispatch="flat")
     flat = decide({0: told(asked)}, 0, mesh_of(ep=8))
-    assert {t.entry.layout.way for t in flat.tried} == {"flat"} and flat.plan.dispatch == "flat"
+    assert {t.entry.layout.dispatch for t in flat.tried} == {"flat"} and flat.plan.dispatch == "flat"
     assert flat.tried[0].entry.seconds > decide({0: told()}, 0, mesh_of(ep=8)).tried[0].entry.seconds
 
 
@@ -179,7 +179,7 @@ def test_gather_is_left_open_if_it_fits():
     """`compile` may choose "gather", whose buffers have room for the tokens of all ranks."""
     asked, mesh = Plan(checkpoint="auto", zero=0, dispatch="gather"), mesh_of(ep=4)
     (gather, _) = decide({0: told(asked)}, 0, mesh).tried
-    assert gather.entry.layout.way == "gather" and gather.entry.layout.kept == "h"
+    assert gather.entry.layout.dispatch == "gather" and gather.entry.layout.kept == "h"
     needed = gather.entry.memory["M_gpu"]
     for memory, dispatch in ((needed, "auto"), (needed - 1, "dedup")):
         found = decide({0: told(asked.replace(dispatch="auto"), memory=memory)}, 0, mesh)

@@ -60,7 +60,7 @@ def findings() -> PlatformResults:
 
 def test_fit_recovers_the_rates():
     made = findings().platform("mine", H200)
-    assert made.peak == H200.peak and made.device == "a machine" and made.capacity == 80 * 2**30
+    assert made.peak == H200.peak and made.device == "a machine" and made.memory_bytes == 80 * 2**30
     assert made.matmul_efficiency * made.peak == pytest.approx(500e12)
     assert (made.dense_rows, made.dense_launch) == pytest.approx((2e12, 5e-6))
     assert made.attention_efficiency * made.peak == pytest.approx(250e12)
@@ -71,7 +71,7 @@ def test_fit_recovers_the_rates():
     assert node.spread[0] == 0.9 and statistics.median(node.spread) == 1.0 and node.spread[-1] == 3.0
     assert made.handling == 1e-10
     measured = {name for name, source in made.sources.items() if source == "measured: by hand"}
-    assert {"capacity", "handling"} <= measured and not {"peak", "expert_gemm", "dense_rows"} & measured
+    assert {"memory_bytes", "handling"} <= measured and not {"peak", "expert_gemm", "dense_rows"} & measured
     assert all(made.sources[name] == "fitted to measured times: by hand" for name in FITTED)
 
 
@@ -149,7 +149,7 @@ def test_this_machine_becomes_a_platform_file(quick, tmp_path, capsys, monkeypat
     steps = re.findall(r"^bench platform: +\d+ s, step (\d+)( of 6)?: (.*)$", told, re.M)
     assert [number for number, _, _ in steps] == list("123456") and all(of for _, of, _ in steps[1:])
     assert [what for _, _, what in steps[1:4]] == ["GEMMs", "attention", "experts 64x32x16x4x2"]
-    assert made.name == "mine" and made.peak > 0 and made.capacity > 2**30
+    assert made.name == "mine" and made.peak > 0 and made.memory_bytes > 2**30
     assert len(moefx.plan("olmoe-1b-7b", str(out), 1, batch=1, tokens=128).table()) > 0
     again = tmp_path / "again.json"
     platform.main(["--read", str(raw), "--out", str(again), "--name", "mine"])
@@ -179,10 +179,10 @@ def test_between_ranks(tmp_path):
     assert made.peak == find_platform("dgx-h100").peak and 0 < made.handling < 1e-6
     for unit in (2, 4):
         for what in ("all_to_all", "p2p"):
-            sizes = [r.num_bytes for r in found.exchanges if (r.unit, r.what) == (unit, what)]
+            sizes = [r.num_bytes for r in found.exchanges if (r.unit, r.kind) == (unit, what)]
             assert len(sizes) > 1 and sizes == sorted(sizes)
     assert all(len(r.seconds) == 5 and min(r.seconds) > 0 for r in found.exchanges)
-    first = next(r for r in found.exchanges if r.what == "all_to_all")
+    first = next(r for r in found.exchanges if r.kind == "all_to_all")
     assert (first.num_bytes, first.ranks) == (link_times.SIZES[0] / 2, 2)
 
 

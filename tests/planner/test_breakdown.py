@@ -52,13 +52,13 @@ def test_every_part_has_a_name_for_readers(whole, name):
 @given(
     model=st.sampled_from(sorted(MODELS)), platform=st.sampled_from(sorted(PLATFORMS)),
     powers=st.tuples(*[st.integers(0, 3)] * 3), experts=st.integers(0, 3), kept=st.sampled_from(["h", "x", "tutel"]),
-    zero=st.integers(0, 3), flags=st.tuples(st.booleans(), st.booleans()), way=st.sampled_from(["flat", "dedup"]),
+    zero=st.integers(0, 3), flags=st.tuples(st.booleans(), st.booleans()), dispatch=st.sampled_from(["flat", "dedup"]),
 )  # fmt: skip
-def test_numbers_add_up(model, platform, powers, experts, kept, zero, flags, way):
+def test_numbers_add_up(model, platform, powers, experts, kept, zero, flags, dispatch):
     pp, tp, dp = (2**power for power in powers)
     layout = Layout(
         pp=pp, tp=tp, dp=dp, ep=min(2**experts, tp * dp), kept=kept, zero=zero, ssmb=flags[0], recompute=flags[1],
-        way=way, microbatches=8,
+        dispatch=dispatch, microbatches=8,
     )  # fmt: skip
     machine = dataclasses.replace(find_platform(platform), overhead=2.0**30)
     found, stages = memory_parts(find_model(model), machine, layout), (0, pp - 1)

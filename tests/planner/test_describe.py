@@ -191,7 +191,7 @@ def test_an_embedding_of_tokens_is_no_expert():
     assert not moefx.explain(Dense(), example_inputs=ids).refused
     with pytest.raises(UnknownArchitecture, match="Dense has no experts"):
         describe(Dense(), ids)
-    with pytest.raises(NoMoEBlockFound, match="no submodules of one kind"):
+    with pytest.raises(NoMoEBlockFound, match="no list of equal submodules"):
         moefx.compile(Dense(), example_inputs=ids)
 
 

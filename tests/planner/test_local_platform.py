@@ -53,7 +53,7 @@ def test_a_gpu_has_its_own_memory_and_nodes(monkeypatch):
     gpu(monkeypatch, "NVIDIA H200", 100e9)
     here = find_local_platform("cuda", 4)
     assert here.is_known and here.why == "recognised by 'NVIDIA H200'"
-    assert here.platform.capacity == 100e9 and here.platform.peak == find_platform("h200").peak
+    assert here.platform.memory_bytes == 100e9 and here.platform.peak == find_platform("h200").peak
     assert [n.ranks for n in here.platform.networks] == [4, 0]
 
 
@@ -68,14 +68,14 @@ def test_nodes_of_any_size(monkeypatch, node):
 def test_unknown_devices_have_their_memory_and_a_note(monkeypatch):
     gpu(monkeypatch, "NVIDIA B300", 288e9)
     here = find_local_platform("cuda", 8)
-    assert not here.is_known and here.platform.capacity == 288e9
+    assert not here.is_known and here.platform.memory_bytes == 288e9
     assert here.why.startswith("no figures for 'NVIDIA B300': those of dgx-h100 compare layouts")
     assert here.platform.peak == find_platform("dgx-h100").peak and here.platform.name not in PLATFORMS
 
 
 def test_ranks_of_a_node_share_its_memory():
-    assert find_local_platform("cpu").platform.capacity == RAM
-    assert find_local_platform("cpu", 4).platform.capacity == RAM / 4
+    assert find_local_platform("cpu").platform.memory_bytes == RAM
+    assert find_local_platform("cpu", 4).platform.memory_bytes == RAM / 4
 
 
 def test_other_types_of_devices():

@@ -71,7 +71,7 @@ def test_saved_bytes_equal_the_measured_ones(row):
 def test_gather_has_room_for_the_tokens_of_all_ranks():
     """Every rank has all tokens, and as many hidden rows as if all their experts were its own."""
     model = find_model("olmoe-1b-7b")
-    dedup, gather = (memory(model, Layout(dp=4, ep=4, way=way)) for way in ("dedup", "gather"))
+    dedup, gather = (memory(model, Layout(dp=4, ep=4, dispatch=dispatch)) for dispatch in ("dedup", "gather"))
     assert gather["n_dup"] == 4 and gather["A_dispatch"] == 4 * 2 * 4096 * model.hidden_size
     assert gather["A_interm"] == 4 * dedup["A_interm"] and gather["M_states"] == dedup["M_states"]
     offsets = 4 * (model.num_experts / 4 + 1)
@@ -81,7 +81,7 @@ def test_gather_has_room_for_the_tokens_of_all_ranks():
 LAYOUTS = st.builds(
     lambda pp, tp, dp, ep, **more: Layout(pp=2**pp, tp=2**tp, dp=2**dp, ep=2 ** min(ep, tp + dp), **more),
     pp=st.integers(0, 3), tp=st.integers(0, 3), dp=st.integers(0, 5), ep=st.integers(0, 7), ssmb=st.booleans(),
-    zero=st.integers(0, 3), way=st.sampled_from(["flat", "dedup", "gather"]),
+    zero=st.integers(0, 3), dispatch=st.sampled_from(["flat", "dedup", "gather"]),
     kept=st.sampled_from(["h", "x", "all", "x-moe"]),
     recompute=st.booleans(), sequences=st.integers(1, 4), tokens=st.sampled_from([512, 4096]),
     microbatches=st.integers(1, 16), schedule=st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"]),
@@ -140,7 +140,7 @@ def test_micro_batches_in_flight(schedule, chunks, stages):
     [
         (dict(dp=4, ep=3), r"ep=3 does not divide tp \* dp = 1 \* 4 = 4"),
         (dict(pp=0), "pp is 0, expected a whole number above 0"),
-        (dict(way="fast"), "way is 'fast', expected one of flat, dedup, rbd, halo"),
+        (dict(dispatch="fast"), "dispatch is 'fast', expected one of flat, dedup, rbd, halo"),
         (dict(zero=4), "zero is 4, expected 0, 1, 2 or 3"),
     ],
 )

@@ -13,7 +13,7 @@ from moefx.planner.catalogue import MODELS
 from moefx.planner.part_colors import OTHER, find_colors
 from moefx.planner.ranking import plan
 from moefx.planner.ranking_page import _unique_labels, render
-from moefx.planner.regions import build_region
+from moefx.planner.regions import build_layout_grid
 from moefx.planner.scaling import search_scaling
 
 PLANS = [
@@ -94,9 +94,9 @@ def test_no_label_is_cut(ranking):
     bytes_of = [memory_parts(model, platform, e.layout) for e in best]
     seconds_of = [time_parts(model, platform, e.layout, e.experts_first) for e in best]
     figures = {
-        "memory": plots.plot_memory(names, bytes_of, platform.capacity),
+        "memory": plots.plot_memory(names, bytes_of, platform.memory_bytes),
         "time": plots.plot_seconds(names, seconds_of),
-        "regions": plots.plot_regions([build_region(ranking), build_region(ranking, ("TP", "EP"))]),
+        "regions": plots.plot_layout_grids([build_layout_grid(ranking), build_layout_grid(ranking, ("TP", "EP"))]),
         "border": plots.plot_ssmb_border(MODELS[model.name], 4096),
         "scaling": plots.plot_scaling(search_scaling(ranking, False), search_scaling(ranking, True)),
     }
@@ -104,7 +104,7 @@ def test_no_label_is_cut(ranking):
 
 
 def test_numbers_fit_their_cells(ranking):
-    figure = plots.plot_regions([build_region(ranking), build_region(ranking, ("TP", "EP"))])
+    figure = plots.plot_layout_grids([build_layout_grid(ranking), build_layout_grid(ranking, ("TP", "EP"))])
     figure.draw_without_rendering()
     for axes in [axes for axes in figure.axes if axes.texts]:
         (x0, y0), (x1, y1) = axes.transData.transform([(0, 0), (1, 1)])

@@ -16,7 +16,7 @@ ALL = pytest.mark.parametrize("platform", PLATFORMS.values(), ids=lambda p: p.na
 @ALL
 def test_every_figure_has_a_source(platform):
     known = {field.name: field.default for field in dataclasses.fields(platform)}
-    figures = {"capacity", "peak", "memory_bandwidth", "matmul_efficiency", "attention_efficiency", "fast_domain"}
+    figures = {"memory_bytes", "peak", "memory_bandwidth", "matmul_efficiency", "attention_efficiency", "fast_domain"}
     figures |= {"expert_gemm", "expert_rows", "expert_weights", "expert_launch", "overhead"}
     told = {name for name in figures if getattr(platform, name) != known[name]}
     assert told <= platform.sources.keys() and all(network.source for network in platform.networks)
@@ -30,7 +30,7 @@ def test_a_platform_is_read_back_from_its_file(platform, tmp_path):
 
 
 def test_platforms_are_found_by_name_and_close_names_are_proposed():
-    assert find_platform("Frontier").capacity == 64 * 2**30
+    assert find_platform("Frontier").memory_bytes == 64 * 2**30
     with pytest.raises(UnknownPlatform, match="no platform 'frontiere'; did you mean frontier"):
         find_platform("frontiere")
     with pytest.raises(UnknownPlatform, match=r"no platform file no\.json: No such file"):
@@ -87,7 +87,7 @@ def test_impossible_platforms_raise(change, message):
 
 def test_units_without_a_limit_are_the_largest():
     with pytest.raises(UnknownPlatform, match="do not grow"):
-        Platform(name="x", device="x", capacity=1, peak=1, memory_bandwidth=1,
+        Platform(name="x", device="x", memory_bytes=1, peak=1, memory_bandwidth=1,
                  networks=(Network("all", 0, 1e9), Network("node", 8, 1e9)))  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from moefx.planner import plots
 from moefx.planner.breakdown import memory_parts, time_parts
 from moefx.planner.catalogue import MODELS
 from moefx.planner.ranking import plan
-from moefx.planner.regions import build_region, ssmb_border
+from moefx.planner.regions import build_layout_grid, ssmb_border
 from moefx.planner.scaling import search_scaling
 
 pytest.importorskip("matplotlib")
@@ -30,7 +30,7 @@ def texts(axes):
 def test_bars_are_as_long_as_memory(narrow):
     entries = narrow.entries[:4]
     parts = [memory_parts(narrow.model, narrow.platform, e.layout) for e in entries]
-    figure = plots.plot_memory(["a", "b", "c", "d"], parts, narrow.platform.capacity)
+    figure = plots.plot_memory(["a", "b", "c", "d"], parts, narrow.platform.memory_bytes)
     (axes,) = figure.axes
     ends = [0.0] * 4
     for bars in axes.containers:
@@ -64,13 +64,13 @@ def test_many_parts_are_few_colours():
 
 
 def test_cells_show_their_regions(narrow):
-    found = [build_region(narrow), build_region(narrow, ("TP", "EP"))]
-    figure = plots.plot_regions(found)
-    for axes, region in zip(figure.axes, found, strict=False):
+    found = [build_layout_grid(narrow), build_layout_grid(narrow, ("TP", "EP"))]
+    figure = plots.plot_layout_grids(found)
+    for axes, grid in zip(figure.axes, found, strict=False):
         shown = texts(axes)
-        assert len(shown) == len(region.rows) * len(region.columns)
-        for text, (row, column) in zip(shown, [(r, c) for r in region.rows for c in region.columns], strict=True):
-            cell = region.cells.get((row, column))
+        assert len(shown) == len(grid.rows) * len(grid.columns)
+        for text, (row, column) in zip(shown, [(r, c) for r in grid.rows for c in grid.columns], strict=True):
+            cell = grid.cells.get((row, column))
             if cell is None:
                 assert text == "–"
             elif cell.best:
@@ -84,7 +84,9 @@ def test_cells_show_their_regions(narrow):
 
 def test_one_cell_is_a_picture_too():
     ranking = plan("olmoe-1b-7b", "mi300x", 1, batch=1)
-    assert plots.render_data_uri(plots.plot_regions, [build_region(ranking), build_region(ranking, ("TP", "EP"))])
+    assert plots.render_data_uri(
+        plots.plot_layout_grids, [build_layout_grid(ranking), build_layout_grid(ranking, ("TP", "EP"))]
+    )
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "x-moe-super"])
@@ -140,7 +142,7 @@ def test_plots_without_a_fitting_layout():
     ranking = plan("deepseek-v3", "a100-40gb", 8)
     points = search_scaling(ranking, False)
     assert plots.render_data_uri(plots.plot_scaling, points, points) and plots.render_data_uri(
-        plots.plot_regions, [build_region(ranking)]
+        plots.plot_layout_grids, [build_layout_grid(ranking)]
     )
 
 

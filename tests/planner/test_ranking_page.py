@@ -17,7 +17,7 @@ from moefx.planner.constants import render_assumptions, render_sources
 from moefx.planner.platforms import FITTED, FREE, PLATFORMS, Network, Platform
 from moefx.planner.ranking import plan, search
 from moefx.planner.ranking_page import INSTALL, file_name, has_plots, render
-from moefx.planner.regions import build_region, saved_by_ssmb
+from moefx.planner.regions import build_layout_grid, saved_by_ssmb
 from moefx.planner.scaling import search_scaling
 from moefx.util.unit_text import amount
 
@@ -68,7 +68,7 @@ def test_every_result_is_on_the_page(large):
     for part in ranking.formulas(0):
         assert escape(part.formulas) in text
     for rejected in ranking.rejected:
-        assert escape(rejected.what) in text and escape(rejected.why) in text
+        assert escape(rejected.label) in text and escape(rejected.why) in text
     for source in (*ranking.platform.sources.values(), *(n.source for n in ranking.platform.networks)):
         assert escape(source) in text
     assert escape(saved_by_ssmb(ranking.model, ranking[0].layout, ranking.platform).formulas) in text
@@ -79,7 +79,7 @@ def test_numbers_of_pictures_are_on_the_page(small):
     cells = cells_of(render(small))
     assert amount(small[0].memory["M_optimizer"], "B") in cells
     assert amount(small[0].step["T_optimizer"], "s") in cells
-    for cell in build_region(small).cells.values():
+    for cell in build_layout_grid(small).cells.values():
         assert (amount(cell.best.seconds, "s") if cell.best else f"+{amount(cell.lacking, 'B')}") in cells
     for point in (*search_scaling(small, False), *search_scaling(small, True)):
         if point.best:
@@ -147,11 +147,11 @@ def test_the_page_without_a_candidate():
 
 
 MIXED = Platform(
-    name="mixed", device="half measured", capacity=139 * 2**30, peak=989e12, memory_bandwidth=4.8e12,
+    name="mixed", device="half measured", memory_bytes=139 * 2**30, peak=989e12, memory_bandwidth=4.8e12,
     networks=(Network("node", 8, 312e9, 18e-6, source="measured: NCCL"), Network("cluster", 0, 50e9, source="a sheet")),
     matmul_efficiency=0.8, expert_gemm=672.4e12, expert_rows=7.773e12, expert_launch=22.9e-6, handling=1e-12,
     sources={
-        "capacity": "measured", "peak": "a data sheet", "memory_bandwidth": "a data sheet",
+        "memory_bytes": "measured", "peak": "a data sheet", "memory_bandwidth": "a data sheet",
         **dict.fromkeys(("matmul_efficiency", "expert_gemm", "expert_rows", "expert_launch"), "measured: bench"),
     },
 )  # fmt: skip
@@ -161,7 +161,7 @@ def test_figures_are_measured_or_printed():
     text = render_assumptions(find_model("olmoe-1b-7b"), MIXED)
     (measured,) = re.findall(r"Measured: (.*?)\.</li>", text)
     assert measured.split(", ") == [
-        "capacity", "matmul_efficiency", "expert_gemm", "expert_rows", "expert_launch", "links of a node"
+        "memory_bytes", "matmul_efficiency", "expert_gemm", "expert_rows", "expert_launch", "links of a node"
     ]  # fmt: skip
     (printed,) = re.findall(r"peaks that programs do not reach: (.*?)\.</li>", text)
     assert printed.split(", ") == ["peak", "memory_bandwidth", "links of a cluster"]
@@ -194,7 +194,7 @@ def test_every_figure_has_its_unit_and_source():
         assert cell in shown
     for figure, (value, source) in {
         "peak": ("989 TFLOP/s", "a data sheet"), "matmul_efficiency": ("0.8", "measured: bench"),
-        "expert_weights": ("memory_bandwidth", "not measured"), "handling": ("1e-12 s/B", "not said"),
+        "expert_weights": ("memory_bandwidth", "not measured"), "handling": ("1e-12 s/B", "no source"),
         "fast_domain": ("no limit", ""),
     }.items():  # fmt: skip
         at = shown.index(figure)

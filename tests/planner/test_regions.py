@@ -1,4 +1,4 @@
-"""Regions and scaling: each cell and each point equals the result of a search."""
+"""Layout grids and scaling: each cell and each point equals the result of a search."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moefx.planner.layout import Layout
 from moefx.planner.paper_formulas import X_MOE
 from moefx.planner.platforms import PLATFORMS
 from moefx.planner.ranking import plan
-from moefx.planner.regions import TRADE_OFF, build_region, saved_by_ssmb, ssmb_border, trade_off_values
+from moefx.planner.regions import TRADE_OFF, build_layout_grid, saved_by_ssmb, ssmb_border, trade_off_values
 from moefx.planner.scaling import search_scaling
 from moefx.planner.step_formulas import evaluate_memory
 from moefx.util.unit_text import amount
@@ -19,7 +19,7 @@ from moefx.util.unit_text import amount
 
 @pytest.fixture(scope="module")
 def narrow():
-    """Mixtral 8x7B on twenty A100 of 40 GB: some regions fit, some do not."""
+    """Mixtral 8x7B on twenty A100 of 40 GB: some sizes fit, some do not."""
     return plan("mixtral-8x7b", "a100-40gb", 20, batch=80)
 
 
@@ -29,29 +29,29 @@ def test_cells_are_the_best_of_their_layouts(narrow, axes):
         both = {"PP": layout.pp, "TP": layout.tp, "EP": layout.ep}
         return both[axes[0]], both[axes[1]]
 
-    region = build_region(narrow, axes)
-    fitting = {where for where, cell in region.cells.items() if cell.best}
+    grid = build_layout_grid(narrow, axes)
+    fitting = {where for where, cell in grid.cells.items() if cell.best}
     assert fitting == {sizes(entry.layout) for entry in narrow}
     for where in fitting:
-        assert region.cells[where].lacking == 0
-        assert region.cells[where].best.seconds == min(e.seconds for e in narrow if sizes(e.layout) == where)
-    for where in region.cells.keys() - fitting:
+        assert grid.cells[where].lacking == 0
+        assert grid.cells[where].best.seconds == min(e.seconds for e in narrow if sizes(e.layout) == where)
+    for where in grid.cells.keys() - fitting:
         tried = [r.lacking for r in narrow.rejected for s in r.sizes if (s.get(axes[0]), s.get(axes[1])) == where]
-        assert region.cells[where].lacking == min(lacking for lacking in tried if lacking) > 0
-    assert {where[0] for where in region.cells} == set(region.rows)
-    assert {where[1] for where in region.cells} == set(region.columns)
-    assert list(region.columns) == sorted(region.columns)
+        assert grid.cells[where].lacking == min(lacking for lacking in tried if lacking) > 0
+    assert {where[0] for where in grid.cells} == set(grid.rows)
+    assert {where[1] for where in grid.cells} == set(grid.columns)
+    assert list(grid.columns) == sorted(grid.columns)
 
 
 def test_both_kinds_of_cells_are_there(narrow):
-    cells = build_region(narrow).cells.values()
+    cells = build_layout_grid(narrow).cells.values()
     assert any(cell.best for cell in cells) and any(cell.lacking for cell in cells)
 
 
 def test_axes_stay_in_the_fast_domain():
     ranking = plan("deepseek-v3", "frontier", 512)
-    assert max(build_region(ranking).columns) == 32
-    assert max(build_region(plan("deepseek-v3", "frontier", 512, fast_domain=0)).columns) == 256
+    assert max(build_layout_grid(ranking).columns) == 32
+    assert max(build_layout_grid(plan("deepseek-v3", "frontier", 512, fast_domain=0)).columns) == 256
 
 
 @pytest.mark.parametrize("tokens", [2048, 4096, 8192])

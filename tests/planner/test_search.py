@@ -17,7 +17,7 @@ from moefx.planner.entries import SearchRequest
 from moefx.planner.layout import Layout
 from moefx.planner.platforms import Network, find_platform
 from moefx.planner.ranking import plan, search
-from moefx.planner.search import choose_way, estimate_entry
+from moefx.planner.search import choose_layout_dispatch, estimate_entry
 from moefx.planner.step_formulas import build_step_sheet, collect_values, evaluate_memory, flop_per_token
 from moefx.util.unit_text import amount
 
@@ -42,7 +42,7 @@ def test_fitting_layouts_satisfy_the_constraints(small):
     for entry in small:
         x = entry.layout
         assert x.num_ranks == 16 and model.num_experts % x.ep == 0 and x.pp <= model.num_layers  # Piper eq. 7 to 9
-        assert evaluate_memory(model, x, platform)["M_gpu"] == entry.memory["M_gpu"] <= platform.capacity  # eq. 11
+        assert evaluate_memory(model, x, platform)["M_gpu"] == entry.memory["M_gpu"] <= platform.memory_bytes  # eq. 11
         assert x.sequences * x.microbatches * x.dp == 64
     seconds = [entry.seconds for entry in small]
     assert seconds == sorted(seconds)
@@ -51,7 +51,7 @@ def test_fitting_layouts_satisfy_the_constraints(small):
 def test_every_layout_is_tried_or_rejected(small):
     """Every division of the ranks is in the ranking, or rejected by name."""
     fits = {(e.layout.pp, e.layout.tp, e.layout.ep) for e in small}
-    rejected = {what for r in small.rejected for what in r.what.split(", ")}
+    rejected = {what for r in small.rejected for what in r.label.split(", ")}
     powers = (1, 2, 4, 8, 16)
     for pp in powers:
         for tp in powers:
@@ -66,14 +66,14 @@ def test_the_fast_domain_is_kept():
     """Piper eq. 10; without it the same layouts are there."""
     kept = plan("deepseek-v3", "frontier", 512)
     assert all(e.layout.ep <= 32 for e in kept)
-    assert any(r.what.startswith("EP=64") and "fast domain of 32 ranks" in r.why for r in kept.rejected)
+    assert any(r.label.startswith("EP=64") and "fast domain of 32 ranks" in r.why for r in kept.rejected)
     assert any(e.layout.ep > 32 for e in plan("deepseek-v3", "frontier", 512, fast_domain=0))
 
 
 def test_memory_is_that_of_the_dispatch():
     """Where each of 256 ranks has one expert, flat is as fast as any, and its rows arrive once for each choice."""
     ranking = plan("deepseek-v3", "frontier", 512, fast_domain=0)
-    flat = [e for e in ranking if e.layout.ep == 256 and e.layout.way == "flat"]
+    flat = [e for e in ranking if e.layout.ep == 256 and e.layout.dispatch == "flat"]
     assert flat
     for entry in flat:
         assert evaluate_memory(ranking.model, entry.layout, ranking.platform)["M_gpu"] == entry.memory["M_gpu"]
@@ -83,7 +83,7 @@ def test_memory_is_that_of_the_dispatch():
 def test_rejected_layouts_show_the_missing_memory():
     ranking = plan("deepseek-v3", "a100-40gb", 8)
     assert not len(ranking)
-    (line,) = [r for r in ranking.rejected if r.what == "PP=1 TP=1 EP=8"]
+    (line,) = [r for r in ranking.rejected if r.label == "PP=1 TP=1 EP=8"]
     assert line.why.startswith("does not fit: ") and line.why.endswith(
         "too much at least, most of it optimizer states (M_optimizer)"
     )
@@ -91,7 +91,7 @@ def test_rejected_layouts_show_the_missing_memory():
     least = min(
         evaluate_memory(ranking.model, layout, ranking.platform)["M_gpu"] for layout in every_policy(dp=8, ep=8)
     )
-    assert line.lacking == least - ranking.platform.capacity
+    assert line.lacking == least - ranking.platform.memory_bytes
     assert "0 layouts fit 40 GiB" in str(ranking)
 
 
@@ -102,14 +102,14 @@ def every_policy(**ranks):
 
 
 def test_a_ranking_holds_its_request(small):
-    assert (small.num_ranks, small.asked) == (16, SearchRequest(64, 4096, 8, 0, ("1f1b",)))
-    assert plan("olmoe-1b-7b", "frontier", 8, batch=8, tokens=128).asked.fast_domain == 32
+    assert (small.num_ranks, small.request) == (16, SearchRequest(64, 4096, 8, 0, ("1f1b",)))
+    assert plan("olmoe-1b-7b", "frontier", 8, batch=8, tokens=128).request.fast_domain == 32
 
 
 def test_ranks_with_the_same_tokens_share_experts_by_ssmb(small):
     """Else each of them would send all tokens, and an expert would see them TP times."""
     assert all(e.layout.dp % e.layout.ep == 0 or e.layout.ssmb for e in small)
-    (why,) = (r.why for r in small.rejected if "PP=1 TP=8 EP=4" in r.what.split(", "))
+    (why,) = (r.why for r in small.rejected if "PP=1 TP=8 EP=4" in r.label.split(", "))
     assert why.startswith("EP is neither a multiple of TP nor divides DP")
 
 
@@ -322,7 +322,7 @@ def test_hops_over_three_levels_are_planned():
     networks = Network("node", 2, 100e9), Network("switch", 4, 20e9), Network("all", 0, 1e9)
     tree = dataclasses.replace(find_platform("a100-40gb"), networks=networks)
     by_level = [
-        e for e in plan("olmoe-1b-7b", tree, 16, batch=64) if e.layout.way in ("rbd", "halo") and e.layout.ep > 1
+        e for e in plan("olmoe-1b-7b", tree, 16, batch=64) if e.layout.dispatch in ("rbd", "halo") and e.layout.ep > 1
     ]
     three = [e for e in by_level if e.experts_first and e.layout.ep == 16]
     assert three and all(e.plan().topology_levels == (4,) for e in three)
@@ -374,9 +374,11 @@ def test_gather_is_estimated_if_it_is_named():
     """Its rows reach every rank, nobody waits for counts, and the plan names the number of tokens."""
     model, here = find_model("qwen3-30b-a3b"), find_platform("h200")
     layout = Layout(tp=2, dp=4, ep=8, ssmb=True, tokens=4096)
-    assert choose_way(model, layout, here, True, "gather") == "gather"
-    assert choose_way(model, layout, here, True) == "dedup"
-    dedup, gather = (estimate_entry(model, dataclasses.replace(layout, way=way), here) for way in ("dedup", "gather"))
+    assert choose_layout_dispatch(model, layout, here, True, "gather") == "gather"
+    assert choose_layout_dispatch(model, layout, here, True) == "dedup"
+    dedup, gather = (
+        estimate_entry(model, dataclasses.replace(layout, dispatch=dispatch), here) for dispatch in ("dedup", "gather")
+    )
     assert gather.step["T_counts"] == 0 and gather.step["T_exchange"] > dedup.step["T_exchange"]
     assert gather.step["rows_all_gather_1"] == 7
     plan = gather.plan()

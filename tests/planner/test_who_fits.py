@@ -32,7 +32,7 @@ def fits(name: str, system: str, ranks: int) -> bool:
             tp=tp, dp=ranks // tp, ep=ep, zero=zero, kept=swept["kept"], ssmb=swept["ssmb"] and tp > 1,
             tokens=model.context,
         )  # fmt: skip
-        if evaluate_memory(model, layout, FRONTIER)["M_gpu"] <= FRONTIER.capacity:
+        if evaluate_memory(model, layout, FRONTIER)["M_gpu"] <= FRONTIER.memory_bytes:
             return True
     return False
 
@@ -66,7 +66,7 @@ NOT_PREDICTED = "states and activations alone fit; what else the program took of
 def test_x_moe_figure_10(kept, ranks, ep, ran):
     """Section 5.3, strong scaling of the Medium model."""
     needed = evaluate_memory(find_model("x-moe-medium"), Layout(dp=ranks, ep=ep, kept=kept), FRONTIER)["M_gpu"]
-    assert (needed <= FRONTIER.capacity) == ran
+    assert (needed <= FRONTIER.memory_bytes) == ran
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_x_moe_table_5(kept, tokens, layers, ran):
         evaluate_memory(model, Layout(dp=8, ep=8, kept=kept, tokens=tokens, zero=zero), platform)["M_gpu"]
         for zero in (1, 2)
     ]
-    assert (min(needed) <= platform.capacity) == ran
+    assert (min(needed) <= platform.memory_bytes) == ran
 
 
 @pytest.mark.parametrize("layers", [8, 12, 16, 20, 24])
@@ -98,7 +98,7 @@ def test_x_moe_appendix_e_depth(layers):
         evaluate_memory(model, Layout(tp=tp, dp=256 // tp, ep=64, kept="x-moe", ssmb=tp > 1), FRONTIER)["M_gpu"]
         for tp in (1, 2)
     ]
-    assert min(needed) <= FRONTIER.capacity
+    assert min(needed) <= FRONTIER.memory_bytes
 
 
 @pytest.mark.parametrize("matrices", [2, 3])
@@ -119,4 +119,4 @@ def test_piper_figure_10(nodes, feasible, matrices):
                 E=model.num_experts, H=model.attention.num_heads / (2 * 4096), s=4096, b=64, M=64,
             )  # fmt: skip
             found.append(PIPER(**given, EP=ep, PP=pp, i=0, B_NIC=1, g=8)["M_1f1b"])
-    assert (bool(found) and min(found) <= FRONTIER.capacity) == feasible
+    assert (bool(found) and min(found) <= FRONTIER.memory_bytes) == feasible

@@ -32,7 +32,7 @@ def test_options_in_tensors_on_the_cpu_are_numbers_of_the_graph():
     graph.options = dict(graph._read_options())
     graph._check_options()
     rate.fill_(0.25)
-    with pytest.raises(InvalidInput, match=r"`lr` of group 0 of optimizer 0 \(AdamW\) is 0.25, and was 0.5"):
+    with pytest.raises(InvalidInput, match=r"`lr` of group 0 of optimizer 0 \(AdamW\) changed from 0.5 to 0.25"):
         graph._check_options()
 
 
@@ -90,9 +90,9 @@ class TestOnGpu:
         for seed in range(3):
             step(batch(seed), scale=2.0)
         for args, options, said in (
-            ((batch(0, 41),), {"scale": 2.0}, rf"is float32\[41, {D}\], and was float32\[40, {D}\]"),
-            ((batch(0).double(),), {"scale": 2.0}, rf"is float64\[40, {D}\]"),
-            ((batch(0),), {"scale": 3.0}, "is 3.0, and was 2.0"),
+            ((batch(0, 41),), {"scale": 2.0}, rf"changed from float32\[40, {D}\] to float32\[41, {D}\]"),
+            ((batch(0).double(),), {"scale": 2.0}, rf"to float64\[40, {D}\]"),
+            ((batch(0),), {"scale": 3.0}, "changed from 2.0 to 3.0"),
             ((batch(0),), {}, "is called with"),
         ):
             with pytest.raises(InvalidInput, match=said):
@@ -104,7 +104,7 @@ class TestOnGpu:
         for seed in range(3):
             step(batch(seed))
         step._step.optimizer.param_groups[0]["lr"] = 0.5
-        with pytest.raises(InvalidInput, match=r"`lr` of group 0 of optimizer 0 \(AdamW\) is 0.5, and was 0.01"):
+        with pytest.raises(InvalidInput, match=r"`lr` of group 0 of optimizer 0 \(AdamW\) changed from 0.01 to 0.5"):
             step(batch(3))
 
     def test_a_learning_rate_that_is_a_tensor_may(self, compiled):

@@ -244,7 +244,7 @@ def test_the_table_names_what_differs_and_the_first_pass(golden_text=None):
     original, compiled = compiled_pair({"fuse": swapped})
     lines = str(verify(compiled, original, (IDS,))).splitlines()
     assert lines[0].startswith("moefx.verify: FAILED, ")
-    assert lines[1].split() == ["block", "what", "compared", "worst", "error", "allowed", "norm", "of"]
+    assert lines[1].split() == ["block", "kind", "compared", "worst", "error", "allowed", "norm", "worst", "tensor"]
     assert any(line.split()[:2] == ["layers.1", "grad_param"] and "FAILED" in line for line in lines)
     assert any(line.split()[:2] == ["layers.0", "grad_param"] and line.endswith("ok") for line in lines)
     assert "First block that differs: layers.1; first pass that differs: fuse (passes/fuse.py:1)" in lines

@@ -102,8 +102,8 @@ class TensorArgument:
         if not pool.numel():
             return torch.zeros(n, dtype=self.dtype)
         if self.is_single and self.dtype != torch.bool:  # a step or a length, which later calls may change
-            own, largest = int(pool[0, 0]), torch.iinfo(self.dtype).max
-            candidates = (own, *self.extra_values, *(() if self.is_fixed else (own + 1, own + 10007)))
+            example, largest = int(pool[0, 0]), torch.iinfo(self.dtype).max
+            candidates = (example, *self.extra_values, *(() if self.is_fixed else (example + 1, example + 10007)))
             return torch.full((n,), min(largest, candidates[seed % len(candidates)]), dtype=self.dtype)
         pool = self._vary(pool, generator)
         kinds = pool.unique(dim=0)
@@ -209,10 +209,10 @@ class Arguments:
             self.feature = feature % hidden.dim()
             lead = (*hidden.shape[: self.feature], *hidden.shape[self.feature + 1 :])
         self.token_dims: tuple[str, ...] = NAMES[: len(lead)] if len(lead) > 1 else ("S",) * len(lead)
-        every: dict[str, int] = dict(zip(self.token_dims, lead, strict=True))
+        size_by_dim: dict[str, int] = dict(zip(self.token_dims, lead, strict=True))
         self.dims: tuple[str, ...] = tuple(d for d in self.token_dims if d not in fixed)
-        self.sizes: dict[str, int] = {d: every[d] for d in self.dims}
-        self.fixed: dict[str, int] = {d: every[d] for d in self.token_dims if d in fixed}
+        self.sizes: dict[str, int] = {d: size_by_dim[d] for d in self.dims}
+        self.fixed: dict[str, int] = {d: size_by_dim[d] for d in self.token_dims if d in fixed}
         self.tokens_per_unit = math.prod(self.fixed.values())
         self.width = hidden.shape[self.feature] if hidden.dim() > len(lead) else 0
         self.axis_interpretations: dict[Axis, list[int | str]] = {}
@@ -225,8 +225,8 @@ class Arguments:
         self.tensors = [t for t in self.flat if isinstance(t, TensorArgument)]
         self.extra_buffer_values: dict[str, tuple[int, ...]] = {}
         self.variant_offset = 0
-        own = {n for t in self.tensors for n in t.shape if isinstance(n, int)}
-        self.numbers = (numbers or ModelNumbers()).with_exact(own)
+        dim_sizes = {n for t in self.tensors for n in t.shape if isinstance(n, int)}
+        self.numbers = (numbers or ModelNumbers()).with_exact(dim_sizes)
 
     @property
     def tokens(self) -> str:
@@ -244,13 +244,13 @@ class Arguments:
 
     def with_extra_values(self, numbers: Iterable[ExtraValue]) -> Arguments:
         """Return these arguments with more numbers among their values."""
-        more = sorted(numbers, key=str)
+        extra_values = sorted(numbers, key=str)
         out = self._replace_tensors(
-            dataclasses.replace(t, extra_values=(*t.extra_values, *(v for at, v in more if at == i)))
+            dataclasses.replace(t, extra_values=(*t.extra_values, *(v for at, v in extra_values if at == i)))
             for i, t in enumerate(self.tensors)
         )
         by_buffer = dict(self.extra_buffer_values)
-        for at, number in more:
+        for at, number in extra_values:
             if isinstance(at, str):
                 by_buffer[at] = (*by_buffer.get(at, ()), number)
         out.extra_buffer_values = by_buffer
@@ -322,9 +322,9 @@ class Arguments:
         outer = _OUTER[variant % len(_OUTER)]
 
         def cost(sizes: dict[str, int]) -> int:
-            more = max(0, math.prod(sizes.values()) - tokens)
+            surplus = max(0, math.prod(sizes.values()) - tokens)
             samples = outer.index(sizes[self.dims[0]]) if len(self.dims) > 1 else 0
-            extra = TWICE_THE_TOKENS * more // max(tokens, _USUAL_TOKENS) + _MORE_SAMPLES * samples
+            extra = TWICE_THE_TOKENS * surplus // max(tokens, _USUAL_TOKENS) + _MORE_SAMPLES * samples
             return self.numbers.cost(sizes, self.tokens_per_unit) + extra
 
         return min(self._list_candidates(tokens, variant), key=cost, default={})

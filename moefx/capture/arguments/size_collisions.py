@@ -39,29 +39,29 @@ class ModelNumbers:
     @classmethod
     def of(cls, block: nn.Module) -> ModelNumbers:
         """Collect the shapes, lengths, integer attributes and integers in the code of a block."""
-        own = set(_iterate_numbers(block))
+        numbers_read = set(_iterate_numbers(block))
         named = {int(n) for n in trace_closure(collect_code(block)).numbers if abs(n) < MAX_NUMBER and n == int(n)}
-        costs = _derive_costs(sorted(n for n in own | named if MAX_SMALL < n < MAX_NUMBER)[:MAX_PAIRED])
-        for n in own | named:
+        costs = _derive_costs(sorted(n for n in numbers_read | named if MAX_SMALL < n < MAX_NUMBER)[:MAX_PAIRED])
+        for n in numbers_read | named:
             next_to = next((cost for few, cost in NEXT_TO_FEW.items() if n <= few), NEXT)
             for near in (n - 1, n + 1):
                 costs[near] = max(next_to, costs.get(near, 0))
         for n in named:
             costs[n] = max(SMALL if n <= MAX_SMALL else EXACT, costs.get(n, 0))
-        return cls({**costs, **dict.fromkeys(own, EXACT)})
+        return cls({**costs, **dict.fromkeys(numbers_read, EXACT)})
 
     def with_exact(self, numbers: Iterable[int]) -> ModelNumbers:
         """Add numbers, such as fixed axes of the arguments."""
         return ModelNumbers({**self.costs, **dict.fromkeys(numbers, EXACT)})
 
-    def cost(self, sizes: Mapping[str, int], each: int = 1) -> int:
+    def cost(self, sizes: Mapping[str, int], factor: int = 1) -> int:
         """Return the cost of sizes: of each, of their products, and of small multiples of all tokens.
 
         Args:
-            each: tokens per unit of the sizes, if the model fixes an axis.
+            factor: tokens per unit of the sizes, if the model fixes an axis.
         """
         values = [math.prod(chosen) for chosen in _iterate_combinations([n for n in sizes.values() if n != 1])]
-        tokens = each * math.prod(sizes.values())
+        tokens = factor * math.prod(sizes.values())
         rows = [times * tokens for times in range(2, MAX_ROWS_PER_TOKEN + 1)] if tokens >= MIN_TOKENS else []
         same = len(values) - len(set(values))  # B and S, or B*S and P, would be one number
         cost = SAME * same + sum(self.costs.get(n, 0) for n in values) + sum(self.costs.get(n, 0) for n in rows) // 10

@@ -65,7 +65,7 @@ class Expressions(Names):
             return BY_OUTCOME  # the truth of a length is that of its container
         value = self.value(node, env)
         if value.kind == PLAIN:
-            self.escape(node)
+            self.report_escape(node)
         if value.kind in (TEST, PLAIN, BOX, OPTION):
             return BY_OUTCOME
         return max(BY_LOAD if value.kind == LOAD else FREE, self.find_own_test(node))
@@ -188,7 +188,7 @@ class Expressions(Names):
             return Value(LOAD, CONSTANT) if is_number else Value("", TENSOR)
         for one, other in ((left, right), (right, left)):
             if one.kind in (PLAIN, TEST, TESTS) and not other.kind and other.type not in (CONSTANT, LIST, NONE):
-                self.escape(node)
+                self.report_escape(node)
                 return Value("", TENSOR)
         return Value(PLAIN, CONSTANT)
 
@@ -213,7 +213,7 @@ class Expressions(Names):
         if len(others) == 1 and sorted((left.kind, others[0].kind)) == ["", TEST]:
             return Value(TEST, CONSTANT)
         if any(v.kind in (PLAIN, TEST) for v in values) and any(v.type == TENSOR for v in values):
-            self.escape(node)
+            self.report_escape(node)
         return Value(PLAIN, CONSTANT)
 
     def _ifexp_(self, node: ast.IfExp, env: Env) -> Value:
@@ -228,7 +228,7 @@ class Expressions(Names):
     def _lambda_(self, node: ast.Lambda, env: Env) -> Value:
         for name in ast.walk(node.body):  # the body is another function
             if isinstance(name, ast.Name) and name.id in env and env[name.id].kind in (PLAIN, TEST, BOX, TESTS, BOXES):
-                self.escape(name)
+                self.report_escape(name)
         return Value()
 
     def _await_(self, node: Any, env: Env) -> Value:
@@ -300,21 +300,24 @@ class Expressions(Names):
         is_builtin = isinstance(node.func, ast.Name) and name not in env and hasattr(builtins, name)
         if is_builtin or name in CONTAINERS:
             return self._builtin(node, name, values, kinds)
-        if isinstance(node.func, ast.Attribute) and (found := self._method(node, name, values, kinds, env)) is not None:
-            return found
+        if (
+            isinstance(node.func, ast.Attribute)
+            and (result := self._method(node, name, values, kinds, env)) is not None
+        ):
+            return result
         if self.value(node.func, env).kind in (PLAIN, TEST):
-            self.escape(node)
+            self.report_escape(node)
             return Value("", TENSOR)
         function = self.object_of(node.func)
         if not kinds & {PLAIN, TEST}:
             if self._gives_tensors(node, function, kinds, env):
                 if TESTS in kinds:
-                    self.escape(node)
+                    self.report_escape(node)
                 return Value("", TENSOR)
-            if (found := self.call(function, values, self.tested, env)) is not None:
-                return found
+            if (result := self.call(function, values, self.tested, env)) is not None:
+                return result
         if kinds or (self.tested and not is_pure(function)):
-            self.escape(node)  # the function may keep its arguments
+            self.report_escape(node)  # the function may keep its arguments
         return Value()
 
     def _is_log(self, node: ast.Call, name: str) -> bool:
@@ -340,7 +343,7 @@ class Expressions(Names):
     def _builtin(self, node: ast.Call, name: str, values: list[Value], kinds: set[str]) -> Value:
         is_fresh = name == "next" and isinstance(node.args[0], ast.GeneratorExp)
         if self.tested and name not in PURE and name not in CONTAINERS and not is_fresh:
-            self.escape(node)  # `next(iterator)`, `setattr(...)`
+            self.report_escape(node)  # `next(iterator)`, `setattr(...)`
         if not kinds:
             is_list = name in CONTAINERS
             is_number = name in OF_NUMBERS and any(v.type != CONSTANT for v in values)
@@ -383,7 +386,7 @@ class Expressions(Names):
             return Value(PLAIN if kinds - {OPTION} else "", CONSTANT)
         if value.type == LIST and not value.kind:
             if self.tested and name not in READS:
-                self.escape(node)
+                self.report_escape(node)
             return None if kinds else Value()
         if value.kind == PLAIN and name not in OF_ANY_ITEM:
             return Value(PLAIN, value.type)

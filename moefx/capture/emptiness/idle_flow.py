@@ -32,13 +32,13 @@ _MAX_PASSES = 6  # over a loop's body
 class Flow(Expressions):
     """Runs the statements of one function, for all outcomes."""
 
-    def run(self, function: Any, given: Mapping[str, Value]) -> Value:
+    def run(self, function: Any, values: Mapping[str, Value]) -> Value:
         self.function_name = getattr(function, "name", "")
         arguments = getattr(function, "args", None)  # None for a module
         self.owner_name = arguments.args[0].arg if arguments is not None and arguments.args else ""
         if isinstance(function, ast.Lambda):
-            return self.value(function.body, dict(given))
-        env = self.block(function.body, dict(given))
+            return self.value(function.body, dict(values))
+        env = self.run_statements(function.body, dict(values))
         if env is not None and self.returns:
             self.returns.append((Value("", NONE), self.tested))
         if not self.returns:
@@ -49,7 +49,8 @@ class Flow(Expressions):
         return value._replace(type=UNKNOWN) if is_generator and not value.kind else value
 
     # ------------------------------------------------------------------ statements
-    def block(self, statements: Iterable[ast.stmt], env: Env | None) -> Env | None:
+    def run_statements(self, statements: Iterable[ast.stmt], env: Env | None) -> Env | None:
+        """Run statements in turn. Returns None if the end is unreachable: `env` is None behind a return or a break."""
         for statement in statements:
             if env is None:
                 return None
@@ -60,7 +61,7 @@ class Flow(Expressions):
     def _expr(self, s: ast.Expr, env: Env) -> Env:
         self.value(s.value, env)
         if self.tested and not isinstance(s.value, (ast.Call, ast.Await, ast.Yield, ast.Constant)):
-            self.escape(s)  # an operator of an object may keep its operands
+            self.report_escape(s)  # an operator of an object may keep its operands
         return env
 
     def _assign(self, s: ast.Assign, env: Env) -> Env:
@@ -105,31 +106,32 @@ class Flow(Expressions):
 
     def _classdef(self, s: ast.ClassDef, env: Env) -> Env:
         if self.tested or any(node in self.events for node in ast.walk(s)):
-            self.escape(s)  # a class keeps what its body assigns
+            self.report_escape(s)  # a class keeps what its body assigns
         return env
 
     def _functiondef(self, s: ast.FunctionDef | ast.AsyncFunctionDef, env: Env) -> Env:
         for default in (*s.args.defaults, *s.args.kw_defaults):
             if default is not None and self.value(default, env).kind:
-                self.escape(default)  # kept until the function is called
+                self.report_escape(default)  # kept until the function is called
         return env
 
     _asyncfunctiondef = _functiondef
 
     def _if(self, s: ast.If, env: Env) -> Env | None:
-        return self.branches(self.test(s.test, env), [s.body, s.orelse], env)
+        return self.run_branches(self.test(s.test, env), [s.body, s.orelse], env)
 
     def _match(self, s: Any, env: Env) -> Env | None:
         guards = [self.test(case.guard, env) for case in s.cases if case.guard is not None]
         tested = max([self.test(s.subject, env), *guards])
-        return self.branches(tested, [*[case.body for case in s.cases], []], env)
+        return self.run_branches(tested, [*[case.body for case in s.cases], []], env)
 
-    def branches(self, tested: int, several: list[list[ast.stmt]], env: Env) -> Env | None:
+    def run_branches(self, tested: int, several: list[list[ast.stmt]], env: Env) -> Env | None:
+        """Run the alternatives of a test of kind `tested`, and join them. Returns None if all ends are unreachable."""
         before = self.tested
         ends = []
         for statements in several:
             self.tested = max(before, tested)
-            ends.append((self.block(statements, dict(env)), self.tested))
+            ends.append((self.run_statements(statements, dict(env)), self.tested))
         left = [end for end, _ in ends if end is not None]
         # later statements run only if no branch has left the loop or the function by an outcome
         inner = FREE if tested else max((by for end, by in ends if end is not None), default=FREE)
@@ -137,14 +139,19 @@ class Flow(Expressions):
         return functools.reduce(lambda a, b: self.join(a, b, max(tested, inner)), left) if left else None
 
     def _for(self, s: ast.For, env: Env) -> Env | None:
-        return self.loop(s, env, lambda e: BY_OUTCOME if self.bind(s.target, s.iter, e) else FREE)
+        return self.run_loop(s, env, lambda e: BY_OUTCOME if self.bind(s.target, s.iter, e) else FREE)
 
     _asyncfor = _for
 
     def _while(self, s: ast.While, env: Env) -> Env | None:
-        return self.loop(s, env, lambda e: self.test(s.test, e))
+        return self.run_loop(s, env, lambda e: self.test(s.test, e))
 
-    def loop(self, s: Any, env: Env, start: Callable[[Env], int]) -> Env | None:
+    def run_loop(self, s: Any, env: Env, start: Callable[[Env], int]) -> Env | None:
+        """Run a loop until its names no longer change. None if the statements behind it are unreachable.
+
+        Args:
+            start: begins an iteration; returns the kind of test that decides whether it runs.
+        """
         before, outer, head = self.tested, self.exits, env
         is_left = False  # by a break under an outcome
         breaks: list[tuple[Env, int]] = []
@@ -155,7 +162,7 @@ class Flow(Expressions):
                 dict if decided == BY_LOAD else _end_iteration
             )  # a loop over one expert's rows stays in its iteration
             self.tested = max(before, decided, BY_OUTCOME if is_left else FREE)
-            end = self.block(s.body, iteration)
+            end = self.run_statements(s.body, iteration)
             ends = [(end, self.tested)] if end is not None else []
             ends += [(e, by) for kind, e, by in self.exits if kind == "continue"]
             breaks = [(after(e), by) for kind, e, by in self.exits if kind == "break"]
@@ -168,38 +175,38 @@ class Flow(Expressions):
                 break
             head = new
         self.exits, self.tested = outer, max(before, BY_OUTCOME if is_left else FREE)
-        end = self.block(s.orelse, dict(head))
+        end = self.run_statements(s.orelse, dict(head))
         self.tested = BY_OUTCOME if self.returned else before
         left = [e for e in (end, *[e for e, _ in breaks]) if e is not None]
         return functools.reduce(lambda a, b: self.join(a, b, BY_OUTCOME if is_left else FREE), left) if left else None
 
     def _try(self, s: ast.Try, env: Env) -> Env | None:
         outer, self.exits, before = self.exits, [], self.tested
-        end = self.block(s.body, dict(env))
+        end = self.run_statements(s.body, dict(env))
         raised = max((by for kind, _, by in self.exits if kind == "raise"), default=FREE)
         self.exits = outer + [e for e in self.exits if e[0] != "raise" or not s.handlers]
         if end is not None:
-            end = self.block(s.orelse, end)
+            end = self.run_statements(s.orelse, end)
         ends = [end] if end is not None else []
         for handler in s.handlers:
             self.tested = max(before, raised)
             middle = self.join(env, end, raised) if end is not None else env
-            if (caught := self.block(handler.body, dict(middle))) is not None:
+            if (caught := self.run_statements(handler.body, dict(middle))) is not None:
                 ends.append(caught)
         self.tested = BY_OUTCOME if self.returned else before
-        found = functools.reduce(lambda a, b: self.join(a, b, raised), ends) if ends else None
+        env_after = functools.reduce(lambda a, b: self.join(a, b, raised), ends) if ends else None
         if s.finalbody:
             left = self.exits[len(outer) :]  # exits run the `finally`, too
-            ends = [(e, by) for _, e, by in left] + ([(found, self.tested)] if found is not None else [])
+            ends = [(e, by) for _, e, by in left] + ([(env_after, self.tested)] if env_after is not None else [])
             self.tested = max([self.tested, *[by for _, by in ends]])
-            every = functools.reduce(lambda a, b: self.join(a, b, self.tested), [e for e, _ in ends] or [dict(env)])
-            after = self.block(s.finalbody, every)
+            joined = functools.reduce(lambda a, b: self.join(a, b, self.tested), [e for e, _ in ends] or [dict(env)])
+            after = self.run_statements(s.finalbody, joined)
             self.tested = BY_OUTCOME if self.returned else before
             if after is None:
                 return None
             self.exits[len(outer) :] = [(kind, after, by) for kind, _, by in left]
-            found = after if found is not None else None
-        return found
+            env_after = after if env_after is not None else None
+        return env_after
 
     _trystar = _try
 
@@ -212,28 +219,28 @@ class Flow(Expressions):
                 getattr(call, "func", call)) == "torch"  # fmt: skip
             has_tests = any(node in self.events for one in s.body for node in ast.walk(one))
             if value.kind or ((self.tested or has_tests) and not is_known):
-                self.escape(item.context_expr)
+                self.report_escape(item.context_expr)
             if item.optional_vars is not None:
                 self.store(item.optional_vars, Value(), env, item.context_expr)
-        return self.block(s.body, env)
+        return self.run_statements(s.body, env)
 
     _asyncwith = _with
 
     def _delete(self, s: ast.Delete, env: Env) -> Env:
         if self.tested:
-            self.escape(s)
+            self.report_escape(s)
         return env
 
     def join(self, a: Env, b: Env, tested: int) -> Env:
         if a is b:
             return a
-        found = {}
+        joined = {}
         for name in {**a, **b}:
             one, other = a.get(name), b.get(name)
             if one is None or other is None:  # stored in one branch: read there only, or stored before
                 one, other = one or self.seen(name), other or self.seen(name)
-            found[name] = one.join(other, tested, self.type_seen(name))
-        return found
+            joined[name] = one.join(other, tested, self.type_seen(name))
+        return joined
 
 
 def _end_iteration(env: Env) -> Env:
@@ -246,7 +253,7 @@ def _item_type(node: ast.AST) -> str:
     return CONSTANT if items and all(isinstance(i, ast.Constant) for i in items) else UNKNOWN
 
 
-def parameters(function: Any, values: list[Value], has_self: bool) -> dict[str, Value]:
-    """Return the values of a call's arguments by the names of the parameters."""
+def bind_parameters(function: Any, values: list[Value], has_self: bool) -> dict[str, Value]:
+    """Return the values of a call's arguments by parameter. Parameters with defaults may be missing."""
     names = [a.arg for a in function.args.args]
     return dict(itertools.islice(zip(names[has_self:], values, strict=False), len(names)))

@@ -70,14 +70,15 @@ class Names:
         """Evaluate an expression."""
         raise NotImplementedError
 
-    def escape(self, node: ast.AST) -> None:
+    def report_escape(self, node: ast.AST) -> None:
+        """Note that an expression decides by an outcome more than to skip an expert."""
         self.escapes[node] = None
 
     def type_seen(self, name: str) -> str:
         """Return the common type of the objects that a name had. Symbolic and routed numbers count as tensors."""
         held = self.names.get(name) or [self.outer_names.get(name)]
-        found = {find_type(v) for v in held} - {NONE}
-        return found.pop() if len(found) == 1 else TENSOR if found == {TENSOR, CONSTANT} else UNKNOWN
+        types = {find_type(v) for v in held} - {NONE}
+        return types.pop() if len(types) == 1 else TENSOR if types == {TENSOR, CONSTANT} else UNKNOWN
 
     def seen(self, name: str) -> Value:
         return Value("", self.type_seen(name))
@@ -91,10 +92,12 @@ class Names:
             return self._inherited(node.attr)
         if isinstance(node, ast.Attribute) and (owner := self.object_of(node.value)) is not None:
             if isinstance(owner, nn.Module):
-                own = {**vars(owner), **owner._modules, **owner._parameters, **owner._buffers}
-                found = getattr(type(owner), node.attr, None)
-                found = types.MethodType(found, owner) if isinstance(found, types.FunctionType) else found
-                return own.get(node.attr, found)
+                instance_attributes = {**vars(owner), **owner._modules, **owner._parameters, **owner._buffers}
+                attribute = getattr(type(owner), node.attr, None)
+                attribute = (
+                    types.MethodType(attribute, owner) if isinstance(attribute, types.FunctionType) else attribute
+                )
+                return instance_attributes.get(node.attr, attribute)
             if isinstance(owner, (type, types.ModuleType)):
                 return getattr(owner, node.attr, None)
         if isinstance(node, ast.Subscript):  # take any item for all
@@ -108,16 +111,16 @@ class Names:
     def _inherited(self, name: str) -> Any:
         """Return the method that `super()` finds: the second of its name, if the current method overrides it."""
         owner = self.object_of(ast.Name(self.owner_name))
-        found = [vars(cls)[name] for cls in type(owner).__mro__ if name in vars(cls)]
-        found = [types.MethodType(f, owner) for f in found if isinstance(f, types.FunctionType)]
+        methods = [vars(cls)[name] for cls in type(owner).__mro__ if name in vars(cls)]
+        methods = [types.MethodType(f, owner) for f in methods if isinstance(f, types.FunctionType)]
         at = 1 if name == self.function_name else 0
-        return found[at] if len(found) > at else None
+        return methods[at] if len(methods) > at else None
 
     def store(self, target: ast.AST, value: Value, env: Env, source: ast.AST) -> None:
         self.share(source, target, env)
         if isinstance(target, ast.Name):
             if target.id in self.outer and (value.kind or (self.tested and value.type != TENSOR)):
-                self.escape(target)
+                self.report_escape(target)
             type_ = self.type_seen(target.id) if value.type == UNKNOWN and not value.kind else value.type
             env[target.id] = value._replace(type=type_, stamp=frozenset([id(target)]))
         elif isinstance(target, ast.Starred):
@@ -131,7 +134,7 @@ class Names:
         elif isinstance(target, ast.Attribute):
             is_kept = value.type == TENSOR and isinstance(self.object_of(target.value), nn.Module)
             if value.kind not in ("", OPTION) or (self.tested and not is_kept):
-                self.escape(target)
+                self.report_escape(target)
         elif isinstance(target, ast.Subscript):
             index, base = self.value(target.slice, env), self.value(target.value, env)
             is_container = base.kind in (BOX, TESTS, BOXES) or base.type == LIST
@@ -144,7 +147,7 @@ class Names:
                 or index.kind in (PLAIN, TEST)
                 or (self.tested and base.type != TENSOR)
             ):
-                self.escape(target)
+                self.report_escape(target)
 
     def share(self, source: ast.AST, target: ast.AST, env: Env) -> None:
         """Note containers that get another name, directly or by a method (`note = seen.add`)."""
@@ -160,13 +163,13 @@ class Names:
         """
         kind = BOX if self.tested or is_decided or item.kind not in (TEST, PLAIN, LOAD) else TESTS
         if isinstance(container, ast.Name) and container.id in self.shared:
-            self.escape(container)  # it may be read under another name
+            self.report_escape(container)  # it may be read under another name
             return
         while isinstance(container, (ast.Subscript, ast.Call, ast.Attribute)):
             if isinstance(container, ast.Subscript):
                 kind = BOXES
             elif isinstance(container, ast.Attribute):  # an attribute may be read elsewhere
-                self.escape(container)
+                self.report_escape(container)
                 return
             container = container.func.value if isinstance(container, ast.Call) and isinstance(  # type: ignore
                 container.func, ast.Attribute) else getattr(container, "value", ast.Constant(None))  # fmt: skip
@@ -181,14 +184,14 @@ class Names:
         parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else []
         is_event = source in self.events
         if called == "enumerate" and len(parts) == 2 and source.args and not is_event:  # type: ignore[attr-defined]
-            found = self.bind(parts[1], source.args[0], env)  # type: ignore[attr-defined]
-            self.store(parts[0], Value(PLAIN if found else "", CONSTANT), env, source)
-            return found
+            is_decided = self.bind(parts[1], source.args[0], env)  # type: ignore[attr-defined]
+            self.store(parts[0], Value(PLAIN if is_decided else "", CONSTANT), env, source)
+            return is_decided
         if called == "zip" and len(parts) == len(source.args) and not is_event:  # type: ignore[attr-defined]
             return any([self.bind(p, a, env) for p, a in zip(parts, source.args, strict=True)])  # type: ignore
         value = self.value(source, env)
         if value.kind == PLAIN:
-            self.escape(source)
+            self.report_escape(source)
         if name_of(getattr(source, "func", source)) == "items" and len(parts) == 2 and value.kind == BOXES:
             self.store(parts[0], Value("", CONSTANT), env, source)
             self.store(parts[1], Value(BOX, value.type), env, source)

@@ -20,7 +20,7 @@ from ...errors import Refused
 from ...util.user_code import is_user_file
 from ..code_locations import Source, find_user_opcode, iterate_user_frames
 from .idle_calls import CONTAINERS
-from .idle_flow import Flow, parameters
+from .idle_flow import Flow, bind_parameters
 from .idle_names import name_of
 from .idle_values import BOX, FREE, LOAD, OPTION, TEST, UNKNOWN, Value
 
@@ -137,8 +137,8 @@ def _list_events(node: ast.AST | None, kind: str) -> dict[ast.expr, Value]:
     if node is None:
         return {}
     if kind == TRUTH:
-        found = _list_tests(node) or ([node] if isinstance(node, ast.expr) else [])
-        return dict.fromkeys(found, Value(TRUTH))
+        nodes = _list_tests(node) or ([node] if isinstance(node, ast.expr) else [])
+        return dict.fromkeys(nodes, Value(TRUTH))
     box = Value(BOX, "constant" if kind == KEYS else UNKNOWN)
     if isinstance(node, (ast.For, ast.AsyncFor)):
         return {node.iter: box}
@@ -268,7 +268,7 @@ class _Analysis:
     def _flow(
         self,
         function: ast.AST,
-        given: Mapping[str, Value],
+        arguments: Mapping[str, Value],
         tested: int = FREE,
         called: types.FunctionType | None = None,
         owner: Any = None,
@@ -284,14 +284,14 @@ class _Analysis:
                 names[code.co_varnames[0]] = [owner]
         for source, several in self.emptiness_tests.names.items():
             if source.file == self.files.get(function) and _is_inside_function(source, function):
-                for own, outer in several:
-                    for name, held in own.items():
+                for bindings, outer in several:
+                    for name, held in bindings.items():
                         names.setdefault(name, []).append(held)
                     globals_ = outer
         flow = Flow(self.events.get(function, {}), names, globals_, self._call)
         flow.tested = tested
         self.running.append(function)
-        value = flow.run(function, given)
+        value = flow.run(function, arguments)
         self.running.pop()
         for node in flow.escapes:
             self.escapes.setdefault(node, self.files.get(function, "?"))
@@ -312,9 +312,9 @@ class _Analysis:
         if len(nodes) != 1 or nodes[0] in self.running:
             return None
         self.files[nodes[0]] = file
-        own = parameters(nodes[0], values, has_self)
+        arguments = bind_parameters(nodes[0], values, has_self)
         is_nested = bool(self.running) and any(nodes[0] is inner for inner in ast.walk(self.running[-1]))
-        return self._flow(nodes[0], {**env, **own} if is_nested else own, tested, function, owner)
+        return self._flow(nodes[0], {**env, **arguments} if is_nested else arguments, tested, function, owner)
 
 
 def _is_definition(node: Any, code: types.CodeType) -> bool:

@@ -21,7 +21,7 @@ def has_attention(nodes: Iterable[fx.Node]) -> bool:
     scores: set[fx.Node] = set()
     for node in nodes:
         inputs = node.all_input_nodes
-        from_activations = [each for each in inputs if each in activations]
+        from_activations = [value for value in inputs if value in activations]
         if from_activations or node.op == "placeholder":
             activations.add(node)
         name = str(getattr(node.target, "__name__", node.target))
@@ -30,7 +30,7 @@ def has_attention(nodes: Iterable[fx.Node]) -> bool:
         if node.target in CONTRACTIONS:
             if len(from_activations) > 1:
                 scores.add(node)
-        elif any(each in scores for each in inputs):
+        elif any(value in scores for value in inputs):
             if "softmax" in name:
                 return True
             scores.add(node)

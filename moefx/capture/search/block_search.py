@@ -74,16 +74,16 @@ class BlockCandidates:
     has_attention: bool
     objects: dict[int, Any] = dataclasses.field(default_factory=dict)
 
-    def skip_calls(self, call: SurveyedCall, every: bool = False) -> SkipPlan | None:
+    def skip_calls(self, call: SurveyedCall, all_objects: bool = False) -> SkipPlan | None:
         """Return a call with stand-ins for the objects that it passes to submodules; None if it passes none.
 
         Args:
-            every: replace all objects, not only those in `objects`.
+            all_objects: replace all objects, not only those in `objects`.
         """
-        if not self.objects and not every:
+        if not self.objects and not all_objects:
             return None
         run = self.calls[self.twins[call.name]] if call.name in self.twins else call  # the equal module that ran
-        return plan_skipped_calls(run.args, run.kwargs, None if every else self.objects, run.inner)
+        return plan_skipped_calls(run.args, run.kwargs, None if all_objects else self.objects, run.inner)
 
 
 _MAX_OPAQUE = 64
@@ -192,9 +192,9 @@ class _SearchRun:
             name = self.paths.get(id(module))
             if name is None or tracer.whole_op_depth or not tracer.is_own_thread():
                 return original(module, *args, **kwargs)
-            for thing in iterate_objects(args, kwargs):
-                items = copy_items(thing) if find_base_type(thing) is not None else None
-                self._passed.setdefault(id(thing), (thing, items))
+            for passed in iterate_objects(args, kwargs):
+                items = copy_items(passed) if find_base_type(passed) is not None else None
+                self._passed.setdefault(id(passed), (passed, items))
             if name == "":
                 seen = self.calls.setdefault("", SurveyedCall("", args, kwargs))
                 return self._run_inside(tracer, seen, original, module, args, kwargs)
@@ -241,16 +241,16 @@ class _SearchRun:
             inner.log_overwritten(tracer)
         return out
 
-    def _finish(self, tracer: Tracer, seen: SurveyedCall, out: Any, changes: CallChanges) -> None:
+    def _finish(self, tracer: Tracer, call: SurveyedCall, out: Any, changes: CallChanges) -> None:
         """Log the results of a call. If it got objects, add it to the inner calls of the running modules."""
-        seen.outputs = _find_nodes(tracer, out)
-        given = list(iterate_objects(seen.args, seen.kwargs))
+        call.outputs = _find_nodes(tracer, out)
+        passed_objects = list(iterate_objects(call.args, call.kwargs))
         # compare now, as the capture restores its writes
-        self.objects.update({id(thing): thing for thing in given if _is_written(*self._passed[id(thing)])})
-        if given:
+        self.objects.update({id(passed): passed for passed in passed_objects if _is_written(*self._passed[id(passed)])})
+        if passed_objects:
             for outer in self._running:
-                name = seen.name.removeprefix(f"{outer.name}." if outer.name else "")
-                outer.inner.append(InnerCall(tracer, name, seen.args, seen.kwargs, out, changes))
+                name = call.name.removeprefix(f"{outer.name}." if outer.name else "")
+                outer.inner.append(InnerCall(tracer, name, call.args, call.kwargs, out, changes))
 
     def log_op(self, func: Any, args: tuple, position: int) -> None:
         """Log an op that selects, and the module that runs it."""
@@ -260,11 +260,11 @@ class _SearchRun:
             self._selections.append((self._running[-1].name, position))
 
 
-def _is_written(thing: Any, before: Any) -> bool:
+def _is_written(passed: Any, before: Any) -> bool:
     """Return whether a container has changed, or an object holds tensors, which a module may have written to."""
-    if before is not None and not have_same_items(copy_items(thing), before):
+    if before is not None and not have_same_items(copy_items(passed), before):
         return True
-    return type(thing) not in (list, dict) and any(True for _ in iterate_tensors(thing))
+    return type(passed) not in (list, dict) and any(True for _ in iterate_tensors(passed))
 
 
 def _make_abstract(tree: Any) -> Any:
@@ -275,9 +275,9 @@ def _make_abstract(tree: Any) -> Any:
 
 def _find_nodes(tracer: Tracer, tree: Any) -> list[fx.Node]:
     with suspend_modes(), torch.DisableTorchFunction():
-        found: list[fx.Node] = []
-        open_dataclasses(tree, lambda t: (found.append(tracer.node_of(t)), t)[1])
-        return found
+        nodes: list[fx.Node] = []
+        open_dataclasses(tree, lambda t: (nodes.append(tracer.node_of(t)), t)[1])
+        return nodes
 
 
 def _are_parallel(calls: list[SurveyedCall]) -> bool:
@@ -327,10 +327,10 @@ def _index_is_used(nodes: list[fx.Node], position: int) -> bool:
 
 def _list_chain(name: str, signatures: dict[str, tuple], calls: dict[str, SurveyedCall]) -> list[str]:
     """Return a module and its called parents, up to a parent that contains several modules equal to it."""
-    own, chain = signatures[name], []
+    signature, chain = signatures[name], []
     while True:
         inside = f"{name}." if name else ""
-        if sum(1 for n, s in signatures.items() if s == own and n.startswith(inside)) > 1 and chain:
+        if sum(1 for n, s in signatures.items() if s == signature and n.startswith(inside)) > 1 and chain:
             return chain
         if name in calls:
             chain.append(name)

@@ -25,8 +25,8 @@ def _list_code(module: nn.Module) -> tuple:
     """Return the class, without that of a parametrization, and the methods of the instance."""
     cls = type(module)
     cls = cls.__mro__[1] if is_parametrized(module) else cls
-    own = [(k, getattr(v, "__func__", v)) for k, v in vars(module).items() if isinstance(v, FUNCTION_TYPES)]
-    return (cls, *((k, id(fn)) for k, fn in own))
+    methods = [(k, getattr(v, "__func__", v)) for k, v in vars(module).items() if isinstance(v, FUNCTION_TYPES)]
+    return (cls, *((k, id(fn)) for k, fn in methods))
 
 
 def _hash_integers(t: torch.Tensor) -> int | None:
@@ -46,7 +46,7 @@ def find_expert_like(model: nn.Module) -> dict[str, list[str]]:
     Returns:
         The paths of the equal children, by the path of the module.
     """
-    found: dict[str, list[str]] = {}
+    parts_by_name: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         children = list(module.children())
         alike = (
@@ -55,13 +55,13 @@ def find_expert_like(model: nn.Module) -> dict[str, list[str]]:
             and any(p.dim() >= 2 for p in children[0].parameters())
         )
         if alike and isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            found.setdefault(name.rpartition(".")[0], [f"{name}.{part}" for part, _ in module.named_children()])
+            parts_by_name.setdefault(name.rpartition(".")[0], [f"{name}.{part}" for part, _ in module.named_children()])
         holds = isinstance(module, (nn.ParameterList, nn.ParameterDict))  # a container for its parent, never called
         layer = type(module).__module__.startswith("torch.nn.modules.") and not holds  # such as a convolution
         if not layer and any(p.dim() >= 3 and p.shape[0] > 1 for p in module._parameters.values() if p is not None):
-            found.setdefault(name.rpartition(".")[0] if holds else name, [])
+            parts_by_name.setdefault(name.rpartition(".")[0] if holds else name, [])
     return {
         n: parts
-        for n, parts in found.items()
-        if not any(o != n and (o.startswith(n + ".") if n else True) for o in found)
+        for n, parts in parts_by_name.items()
+        if not any(o != n and (o.startswith(n + ".") if n else True) for o in parts_by_name)
     }

@@ -37,17 +37,17 @@ def find_named_experts(nodes: list[fx.Node], made_by: Mapping[fx.Node, str], kno
         known: paths of modules to leave out.
     """
     products = _Products(made_by)
-    found: list[str] = []
+    names: list[str] = []
     pairs = Counter[str]()
     for n in nodes:
         for a, b in products.find_merged(n):
             name = _find_common_module(products.owners[a], products.owners[b])
-            if name in known or name in found or pairs[name] == _MAX_PAIRS:
+            if name in known or name in names or pairs[name] == _MAX_PAIRS:
                 continue
             pairs[name] += 1
             if _are_parallel(a, b):
-                found.append(name)
-    return found
+                names.append(name)
+    return names
 
 
 class _Products:
@@ -70,7 +70,7 @@ class _Products:
 
     def _find_nearest(self, node: fx.Node) -> list[fx.Node]:
         """Return the last products before a node; before a merge, those of the rows that it writes."""
-        found, stack, seen = [], [node], set[fx.Node]()
+        products, stack, seen = [], [node], set[fx.Node]()
         while stack and len(seen) < _MAX_NODES_BACK:
             n = stack.pop()
             if n in seen:
@@ -79,11 +79,11 @@ class _Products:
             if n in self.owners or n.target in CONTRACTIONS:
                 if owner := self.owners.get(n) or _find_weight(n):
                     self.owners[n] = owner
-                    found.append(n)
+                    products.append(n)
                 continue
             _, source = _split_merge(n)
             stack += n.all_input_nodes if source is None else [source]
-        return found
+        return products
 
 
 def _split_merge(n: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
@@ -118,11 +118,11 @@ def _are_parallel(a: fx.Node, b: fx.Node) -> bool:
 
 def _list_float_ancestors(node: fx.Node) -> set[fx.Node]:
     """Return a value and the abstract values that it is computed from."""
-    found, stack = set[fx.Node](), [node]
+    ancestors, stack = set[fx.Node](), [node]
     while stack:
         n = stack.pop()
         val = n.meta.get("val")
-        if n not in found and n.op != "get_attr" and (val is None or isinstance(val, FakeTensor)):
-            found.add(n)
+        if n not in ancestors and n.op != "get_attr" and (val is None or isinstance(val, FakeTensor)):
+            ancestors.add(n)
             stack += [*n.all_input_nodes, *n.meta.get("again", ())]
-    return found
+    return ancestors

@@ -135,20 +135,22 @@ def plan_skipped_calls(
     Raises:
         Refused: the calls of a submodule return different layouts, or have side effects that captures would miss.
     """
-    given = {id(o): o for o in iterate_objects(args, kwargs)}
-    own = given.keys() if objects is None else given.keys() & objects.keys()
-    inner = [c for c in inner if own & {id(o) for o in iterate_objects(c.args, c.kwargs)}]
+    objects_by_id = {id(o): o for o in iterate_objects(args, kwargs)}
+    passed_on = objects_by_id.keys() if objects is None else objects_by_id.keys() & objects.keys()
+    inner = [c for c in inner if passed_on & {id(o) for o in iterate_objects(c.args, c.kwargs)}]
     if not inner:
         return None
     # all objects that these calls get: another call of the model may write to other ones
-    own = given.keys() & {id(o) for c in inner for o in iterate_objects(c.args, c.kwargs)}
+    passed_on = objects_by_id.keys() & {id(o) for c in inner for o in iterate_objects(c.args, c.kwargs)}
     forbidden_reads: list[Refused] = []
-    stand_ins = {i: _make_stand_in(f"the given {type(given[i]).__name__}", "", forbidden_reads) for i in own}
+    stand_ins = {
+        i: _make_stand_in(f"the given {type(objects_by_id[i]).__name__}", "", forbidden_reads) for i in passed_on
+    }
     calls: dict[str, SkippedCall] = {}
     for c in inner:
-        if missed := c.find_missed_change(own):
-            what, remedy = missed
-            raise Refused(f"{c.name} gets an object that it may write to, and {what}", remedy=remedy)
+        if missed := c.find_missed_change(passed_on):
+            reason, remedy = missed
+            raise Refused(f"{c.name} gets an object that it may write to, and {reason}", remedy=remedy)
         call = SkippedCall.of(c)
         if calls.setdefault(c.name, call) != call:
             raise Refused(
@@ -169,13 +171,13 @@ def _make_stand_in(name: str, module: str, forbidden_reads: list[Refused]) -> Pa
         forbidden_reads: collects refusals of reads.
     """
 
-    def refuse(name: str, what: str) -> Exception | None:
+    def refuse(name: str, access: str) -> Exception | None:
         if not is_user_access(sys._getframe(1)):
             return None
-        why = f"the block itself reads {name}{what}, whose content is only known when it runs"
+        why = f"the block itself reads {name}{access}, whose content is only known when it runs"
         remedy = f"read it in the submodule that gets {name}, or pass its content to the block as tensors and numbers"
         if module:
-            why = f"the block reads {name}{what}: {_UNSEEN}"
+            why = f"the block reads {name}{access}: {_UNSEEN}"
             remedy = f"compute with it in {module}, or return it in the shape of the hidden states and contiguous"
         forbidden_reads.append(Refused(why, source=str(find_user_source()), remedy=remedy))
         return forbidden_reads[-1]

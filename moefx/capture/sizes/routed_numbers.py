@@ -61,12 +61,12 @@ class _RoutedNumber(Number):
     origins: frozenset[Any] = frozenset()
 
     def _derive(self, value: Any, expr: Any = None, other: Any = None) -> Any:
-        found = wrap_routed(value, None, self.log)
-        if isinstance(found, _RoutedNumber):
-            found.origins = self._collect_origins() | (
+        number = wrap_routed(value, None, self.log)
+        if isinstance(number, _RoutedNumber):
+            number.origins = self._collect_origins() | (
                 other._collect_origins() if isinstance(other, _RoutedNumber) else frozenset()
             )
-        return found
+        return number
 
     def __hash__(self) -> int:
         self.log.log_key()

@@ -80,13 +80,13 @@ class SizeGuard:
 @functools.lru_cache(maxsize=4096)
 def _find_divisors(expr: str) -> frozenset[str]:
     """Return the divisors in an expression that may be 0 for some sizes; the program never divides at these."""
-    found = set()
+    divisors = set()
     for node in ast.walk(ast.parse(expr, mode="eval")) if {*"/%"} & {*expr} else ():
         if isinstance(node, ast.BinOp) and isinstance(node.op, _DIVIDE):
             inner = {type(n.op) for n in ast.walk(node.right) if isinstance(n, ast.BinOp)}
             if inner & {ast.Sub, ast.FloorDiv, ast.Mod} and not _find_divisors(ast.unparse(node.right)):
-                found.add(f"({ast.unparse(node.right)})")
-    return frozenset(found)
+                divisors.add(f"({ast.unparse(node.right)})")
+    return frozenset(divisors)
 
 
 _DIVIDE = (ast.Div, ast.FloorDiv, ast.Mod)
@@ -100,7 +100,7 @@ class SizeLog:
         seen: the same, without sources and conditions.
         leaks: expressions that became plain numbers (`int(n / 2)`, `math.sqrt(n)`), whose comparisons go unseen.
         used: expressions of the sizes that ops were called with.
-        given: sizes and routed numbers among the arguments of the current op.
+        op_arguments: sizes and routed numbers among the arguments of the current op.
         leaked_routing: whether a routed number became a plain one.
         expressions: the expression of each symbolic size, by its value; single dims win over products.
     """
@@ -114,7 +114,7 @@ class SizeLog:
         self.seen: set[SizeGuard] = set()
         self.leaks: set[str] = set()
         self.used: set[str] = set()
-        self.given: frozenset[int | float] = frozenset()
+        self.op_arguments: frozenset[int | float] = frozenset()
         self.leaked_routing = False
         self.expressions: dict[int, str] = {}
         for count, times in itertools.product(range(1, len(self.dims) + 1), _list_products(fixed)):
@@ -166,7 +166,7 @@ class SizeLog:
 
     def log_use(self, size: Any) -> None:
         self.used.add(size.expr)
-        self.given |= {size.value}
+        self.op_arguments |= {size.value}
 
 
 def _list_products(factors: Sequence[int]) -> list[int]:

@@ -47,9 +47,9 @@ class Number:
     def __getattr__(self, name: str) -> Any:
         if name == "node":
             source = find_user_source()
-            what = f"the size {self.expr}" if isinstance(self.expr, str) else "a number of the routing"
+            subject = f"the size {self.expr}" if isinstance(self.expr, str) else "a number of the routing"
             raise NumberNotTaken(
-                f"captures do not support this use of {what} by torch: {source.text}",
+                f"captures do not support this use of {subject} by torch: {source.text}",
                 source=str(source), remedy="pass it to torch.arange, torch.full or a method of a tensor instead",
             )  # fmt: skip
         if name in ("value", "expr", "log") or name.startswith("__"):

@@ -27,20 +27,20 @@ class ViewSizes:
         self.sizes = sizes
         self._fits: dict[tuple[str, bool], bool] = {}  # cache of `_fits_all_sizes`
 
-    def check(self, own: Sequence[Any], shape: Sequence[Any]) -> None:
-        """Note the sizes at which a tensor with the axes `own` can be viewed as `shape`.
+    def check(self, axes: Sequence[Any], shape: Sequence[Any]) -> None:
+        """Note the sizes at which a tensor with the axes `axes` can be viewed as `shape`.
 
         Raises:
             Refused: the view does not fit the sizes of this capture. The log has the comparison, so that the next
                 capture chooses others.
         """
         known = [n for n in shape if isinstance(n, Size) or n != -1]
-        symbolic = [n for n in (*own, *known) if isinstance(n, Number)]
-        if not any(isinstance(n, Size) for n in own) or any(not isinstance(n.expr, str) for n in symbolic):
+        symbolic = [n for n in (*axes, *known) if isinstance(n, Number)]
+        if not any(isinstance(n, Size) for n in axes) or any(not isinstance(n.expr, str) for n in symbolic):
             return
-        tokens: Any = functools.reduce(lambda a, b: a * b, [n for n in own if isinstance(n, Size)])
+        tokens: Any = functools.reduce(lambda a, b: a * b, [n for n in axes if isinstance(n, Size)])
         step: Any = math.prod(known)
-        width = math.prod(n for n in own if type(n) is int)
+        width = math.prod(n for n in axes if type(n) is int)
         is_whole = len(known) == len(shape)
         if is_whole:
             right = step.expr if isinstance(step, Number) else str(step)
@@ -50,34 +50,34 @@ class ViewSizes:
             left, right, is_met = f"{tokens.expr}%{step}", "0", step < 2 or tokens.value % step == 0
         else:
             left, right, is_met = f"({tokens.expr}*{width})%({step.expr})", "0", tokens.value * width % step.value == 0
-        if self._fits_all_sizes(own, known, is_whole):
+        if self._fits_all_sizes(axes, known, is_whole):
             return
         self.sizes.log_comparison(left, "eq", right, is_met)
         if not is_met:
             source = find_user_source()
-            what = f"a multiple of {step}" if type(step) is int and not is_whole else "one that fits"
+            expected = f"a multiple of {step}" if type(step) is int and not is_whole else "one that fits"
             raise Refused(
-                f"the number of tokens has to be {what} here: {source.text}",
+                f"the number of tokens has to be {expected} here: {source.text}",
                 source=str(source),
                 remedy="pass example_inputs of several such sizes, or pad the tokens outside of the block",
             )
 
-    def _fits_all_sizes(self, own: Iterable[Any], asked: Iterable[Any], is_whole: bool) -> bool:
+    def _fits_all_sizes(self, axes: Iterable[Any], shape: Iterable[Any], is_whole: bool) -> bool:
         """Return whether a view fits at all sizes under some interpretation of its numbers.
 
         In a small capture a size may equal a number of the program, such as the slots of a token. Captures in which
         each number has one interpretation find views that fit some sizes only.
 
         Args:
-            own: the axes of the tensor.
-            asked: the axes of the view.
+            axes: the axes of the tensor.
+            shape: the axes of the view.
             is_whole: whether the view leaves no axis to torch (-1).
         """
         sizes = self.sizes
-        names = [_list_names(n, sizes.tokens, sizes.tokens_text) for n in (*own, "/", *asked)]
+        names = [_list_names(n, sizes.tokens, sizes.tokens_text) for n in (*axes, "/", *shape)]
         key = str(names), is_whole
         if key not in self._fits:
-            conditions = (_make_condition(each, is_whole) for each in itertools.product(*names))
+            conditions = (_make_condition(combination, is_whole) for combination in itertools.product(*names))
             self._fits[key] = any(_is_identity(left, right, sizes.dims) for left, right in conditions)
         return self._fits[key]
 
@@ -98,8 +98,8 @@ def _make_condition(names: tuple[str, ...], is_whole: bool) -> tuple[str, str]:
         names: expressions of the tensor's axes, "/", and expressions of the view's axes.
     """
     at = names.index("/")
-    own, asked = "*".join(names[:at]) or "1", "*".join(names[at + 1 :]) or "1"
-    return (own, asked) if is_whole else (f"({own})%({asked})", "0")
+    from_axes, to_axes = "*".join(names[:at]) or "1", "*".join(names[at + 1 :]) or "1"
+    return (from_axes, to_axes) if is_whole else (f"({from_axes})%({to_axes})", "0")
 
 
 def _is_identity(left: str, right: str, dims: Iterable[str]) -> bool:

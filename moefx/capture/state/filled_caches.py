@@ -51,7 +51,7 @@ class _CacheList:
     def update(self) -> list[Any]:
         alive = [cache for ref in self.caches if (cache := ref()) is not None]
         if sys.getrefcount(_CACHE) - len(alive) != self.others:
-            alive = [thing for thing in gc.get_objects() if type(thing) is _CACHE]
+            alive = [candidate for candidate in gc.get_objects() if type(candidate) is _CACHE]
             self.caches, self.others = [weakref.ref(c) for c in alive], sys.getrefcount(_CACHE) - len(alive)
         return alive
 
@@ -63,22 +63,22 @@ def _holds_capture(cache: Any, tracer: Tracer) -> bool:
     """Return whether a key or a result in a cache leads to a tensor or a number of this capture."""
     todo, seen = [r for r in gc.get_referents(cache) if r is not cache.__wrapped__], set()
     while todo and len(seen) < _MAX_VISITED:
-        thing = todo.pop()
-        if id(thing) in seen or isinstance(thing, (type, types.ModuleType, types.FunctionType, torch.nn.Module)):
+        value = todo.pop()
+        if id(value) in seen or isinstance(value, (type, types.ModuleType, types.FunctionType, torch.nn.Module)):
             continue
-        seen.add(id(thing))
-        if isinstance(thing, Number) or id(thing) in tracer.aliases:
+        seen.add(id(value))
+        if isinstance(value, Number) or id(value) in tracer.aliases:
             return True
-        if isinstance(thing, torch.Tensor):
-            if getattr(thing, "fake_mode", None) is tracer.fake_mode:
+        if isinstance(value, torch.Tensor):
+            if getattr(value, "fake_mode", None) is tracer.fake_mode:
                 return True
-        elif isinstance(thing, tuple):
-            todo += tuple.__iter__(thing)
-        elif find_base_type(thing) is not None:
-            items = copy_items(thing)
+        elif isinstance(value, tuple):
+            todo += tuple.__iter__(value)
+        elif find_base_type(value) is not None:
+            items = copy_items(value)
             todo += [*items, *items.values()] if type(items) is dict else items
         else:
-            todo += getattr(thing, "__dict__", {}).values()
+            todo += getattr(value, "__dict__", {}).values()
     return False
 
 

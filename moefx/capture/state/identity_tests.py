@@ -32,9 +32,9 @@ def refuse_identity_tests(block: nn.Module) -> None:
     hosts = {type(v) for m in block.modules() for v in (m, *vars(m).values())} - {*type(block).__mro__}
     seen: set[types.CodeType] = set()
     while todo:
-        thing = todo.pop()
-        thing = thing.fget if isinstance(thing, property) else thing
-        function = unwrap_callable(thing.__func__ if isinstance(thing, (classmethod, staticmethod)) else thing)
+        value = todo.pop()
+        value = value.fget if isinstance(value, property) else value
+        function = unwrap_callable(value.__func__ if isinstance(value, (classmethod, staticmethod)) else value)
         if not isinstance(function, types.FunctionType) or (code := function.__code__) in seen:
             continue
         if not is_user_file(code.co_filename) and not code.co_filename.startswith("<string>"):
@@ -46,16 +46,16 @@ def refuse_identity_tests(block: nn.Module) -> None:
         cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
         outer = {**function.__globals__, **{k: cell.cell_contents for k, cell in cells if cell != types.CellType()}}
         names = {name for one in codes for name in (*one.co_names, *code.co_freevars)}
-        own = [outer[name] for name in names & outer.keys()]
-        spaces = [vars(m) for m in own if isinstance(m, types.ModuleType)]
-        classes = hosts | {v if isinstance(v, type) else type(v) for v in own}
+        referenced = [outer[name] for name in names & outer.keys()]
+        spaces = [vars(m) for m in referenced if isinstance(m, types.ModuleType)]
+        classes = hosts | {v if isinstance(v, type) else type(v) for v in referenced}
         spaces += [vars(c) for cls in classes for c in cls.__mro__]
-        todo += [*own, vars(function).get("__wrapped__")]
+        todo += [*referenced, vars(function).get("__wrapped__")]
         todo += [space[name] for space in spaces for name in (names - {"forward"}) & space.keys()]
         fixed = {k for k, v in outer.items() if isinstance(v, (type, types.FunctionType))}
-        for line, what in itertools.chain(*(_find_identity_tests(one, fixed) for one in codes)):
+        for line, question in itertools.chain(*(_find_identity_tests(one, fixed) for one in codes)):
             raise Refused(
-                f"{function.__qualname__} asks {what}, which may be an object that the block is given",
+                f"{function.__qualname__} asks {question}, which may be an object that the block is given",
                 source=f"{code.co_filename.rsplit('/', 1)[-1]}:{line}",
                 remedy="compare tensors and numbers, and such an object with None alone; ask the rest in the submodule "
                 "that gets it",
@@ -69,15 +69,15 @@ def _find_identity_tests(code: types.CodeType, fixed: Collection[str]) -> Iterat
         fixed: names of outer classes and functions; comparisons with these are fine.
     """
     lines = dict(dis.findlinestarts(code))
-    line, asked, is_fixed = 0, "", False
+    line, question, is_fixed = 0, "", False
     for step in dis.get_instructions(code):
         line = lines.get(step.offset) or line
         if step.opname in ("PUSH_NULL", "CACHE", "EXTENDED_ARG", "RESUME", "NOP"):
             continue
-        if asked and step.opname.startswith("LOAD_") and step.argval != "self":
-            yield line, f"for `{asked}` of a variable"
+        if question and step.opname.startswith("LOAD_") and step.argval != "self":
+            yield line, f"for `{question}` of a variable"
         if step.opname == "IS_OP" and not is_fixed:
             yield line, "whether a variable is another one"
         is_outer = "GLOBAL" in step.opname or "DEREF" in step.opname
         is_fixed = step.opname.startswith("LOAD_CONST") or (is_outer and step.argval in fixed)
-        asked = str(step.argval) if is_outer and step.argval in ("type", "id", "callable", "is_", "is_not") else ""
+        question = str(step.argval) if is_outer and step.argval in ("type", "id", "callable", "is_", "is_not") else ""

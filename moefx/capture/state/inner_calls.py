@@ -47,13 +47,13 @@ def iterate_objects(args: tuple, kwargs: Mapping[str, Any]) -> Iterator[Any]:
 
 def collect_given_tensors(arguments: Iterable[Any]) -> list[torch.Tensor]:
     """Collect the tensors among arguments, alone or in tuples; not in containers, which a callee may write to."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for value in arguments:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, tuple):
-            found += collect_given_tensors(value)
-    return found
+            tensors += collect_given_tensors(value)
+    return tensors
 
 
 def iterate_tensors(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
@@ -131,15 +131,15 @@ class InnerCall:
         """Update `is_overwritten`."""
         self.is_overwritten |= _count_versions(tracer, self._tensors) != self._versions
 
-    def find_missed_change(self, given: Collection[int]) -> tuple[str, str] | None:
+    def find_missed_change(self, known_ids: Collection[int]) -> tuple[str, str] | None:
         """Return a change by the call that captures would miss, in words, and a remedy; None if there is none.
 
         Args:
-            given: ids of the objects that the block got as arguments, which captures replace.
+            known_ids: ids of the objects that the block got as arguments, which captures replace.
         """
-        if own := [o for o in iterate_objects(self.args, self.kwargs) if id(o) not in given]:
-            what = f"a {type(own[0]).__name__} that the block itself did not get, and that it may write to, too"
-            return what, f"pass its content to {self.name}: tensors and numbers, alone or in a tuple"
+        if unknown := [o for o in iterate_objects(self.args, self.kwargs) if id(o) not in known_ids]:
+            change = f"a {type(unknown[0]).__name__} that the block itself did not get, and that it may write to, too"
+            return change, f"pass its content to {self.name}: tensors and numbers, alone or in a tuple"
         if self.is_overwritten:
             return (
                 "the block writes in place to a tensor that it got or returned, and that may be kept",
@@ -168,7 +168,7 @@ class StateSnapshot:
         self.attributes = self._list_attributes()
         inside = {id(m) for m in module.modules()}
         outside = {id(v) for m in model.modules() if id(m) not in inside for v in vars(m).values()}
-        self.own = {  # containers that only this module has, such as a table of positions by length
+        self.containers = {  # containers that only this module has, such as a table of positions by length
             key: (value, copy_items(value))
             for key, value in self.attributes.items()
             if find_base_type(value) is not None and id(value) not in outside
@@ -179,7 +179,9 @@ class StateSnapshot:
         """Compare with the state after the call, which returned `out`."""
         now = self._list_attributes()
         names = {key for key, value in now.items() if key not in self.attributes or self.attributes[key] is not value}
-        names |= {key for key, (value, items) in self.own.items() if not have_same_items(copy_items(value), items)}
+        names |= {
+            key for key, (value, items) in self.containers.items() if not have_same_items(copy_items(value), items)
+        }
         modules = dict(self.module.named_modules())
         replaced = [key for path, key in names if key in modules[path]._buffers]
         results = self._find_roots(collect_tensors(out))
@@ -192,7 +194,7 @@ class StateSnapshot:
             missed = "returns two tensors that share memory", "return new tensors from it"
         elif replaced:
             missed = f"replaces its buffer {replaced[0]} by another tensor", "write to the buffer in place"
-        elif elsewhere := self.outside_state.list_changes({id(value) for value, _ in self.own.values()}):
+        elif elsewhere := self.outside_state.list_changes({id(value) for value, _ in self.containers.values()}):
             missed = f"writes to {elsewhere[0]}", "keep it in the object, or in a buffer of its own"
         return CallChanges(missed, frozenset(names))
 

@@ -58,7 +58,7 @@ class OutsideState:
 
     def __init__(self, block: nn.Module, arguments: Any, without: Iterable[Any] = ()):
         self.generators: dict[str, Any] = {}
-        self._seen = {id(module) for module in block.modules()} | {id(thing) for thing in without}
+        self._seen = {id(module) for module in block.modules()} | {id(excluded) for excluded in without}
         self._saved: list[tuple[str, Any, Any, Callable[[Any], None]]] = []  # path, object, its items, restore
         for prefix, module in block.named_modules():
             for name, value in vars(module).items():
@@ -80,16 +80,14 @@ class OutsideState:
         """Return the paths of objects that differ from the snapshot. Args: but: ids of containers to leave out."""
         return [
             path
-            for path, thing, items, _ in self._saved
-            if id(thing) not in but
-            and not _has_content(thing, items)
-            and not _is_filled_cache(items, _copy_content(thing))
+            for path, obj, items, _ in self._saved
+            if id(obj) not in but and not _has_content(obj, items) and not _is_filled_cache(items, _copy_content(obj))
         ]
 
     def restore(self) -> None:
         """Restore objects that differ. Unchanged objects are not written to."""
-        for _, thing, items, put in self._saved:
-            if find_base_type(thing) is not None or isinstance(thing, _NewNames) or not _has_content(thing, items):
+        for _, obj, items, put in self._saved:
+            if find_base_type(obj) is not None or isinstance(obj, _NewNames) or not _has_content(obj, items):
                 put(items)  # a container may differ in its order alone
 
     def _visit(self, path: str, value: Any, depth: int = _MAX_DEPTH) -> None:
@@ -127,15 +125,15 @@ class OutsideState:
     def _save_items(self, path: str, container: Any) -> None:
         self._saved.append((path, container, copy_items(container), functools.partial(restore_items, container)))
 
-    def _save_attributes(self, path: str, thing: Any) -> list[Any]:
+    def _save_attributes(self, path: str, obj: Any) -> list[Any]:
         """Save the attributes of an object, and return their values."""
         inner: list[Any] = []
-        for slot in list_slots(thing):
+        for slot in list_slots(obj):
             self._saved.append((path, slot, slot.get(), slot.put))
             inner += slot.get()
-        if type(own := getattr(thing, "__dict__", None)) is dict:
-            self._save_items(path, own)
-            inner += own.values()
+        if type(attributes := getattr(obj, "__dict__", None)) is dict:
+            self._save_items(path, attributes)
+            inner += attributes.values()
         return inner
 
     def _save_new_names(self, namespace: dict[str, Any]) -> None:
@@ -184,12 +182,12 @@ class _NewNames:
     def __init__(self, namespace: dict[str, Any], before: frozenset[str]):
         self.namespace, self.before = namespace, before
 
-    def found(self) -> dict[str, Any]:
+    def read_values(self) -> dict[str, Any]:
         gained = {name: self.namespace[name] for name in self.namespace.keys() - self.before - {_SHOWN_WARNINGS}}
         return {k: v for k, v in gained.items() if not isinstance(v, (type, types.ModuleType, types.FunctionType))}
 
     def remove(self, _: Any) -> None:
-        for name in self.found():
+        for name in self.read_values():
             del self.namespace[name]
         if _SHOWN_WARNINGS not in self.before:  # so that the user sees them again
             self.namespace.pop(_SHOWN_WARNINGS, None)
@@ -210,24 +208,24 @@ def _is_array(value: Any) -> bool:
     return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray" and value.dtype != object
 
 
-def _has_content(thing: Any, items: Any) -> bool:
-    now = _copy_content(thing)
+def _has_content(obj: Any, items: Any) -> bool:
+    now = _copy_content(obj)
     return now.tobytes() == items.tobytes() if _is_array(now) else have_same_items(now, items)
 
 
-def _copy_content(thing: Any) -> Any:
+def _copy_content(obj: Any) -> Any:
     """Return a copy of an object's items."""
-    if _is_array(thing):
-        return thing.copy()
-    if isinstance(thing, _Name):
-        return [thing.namespace.get(thing.name)]
-    if isinstance(thing, SlotAttribute):
-        return thing.get()
-    if isinstance(thing, _NewNames):
-        return thing.found()
-    if isinstance(thing, _Class):
-        return {k: v for k, v in vars(thing.cls).items() if not k.startswith("__") and not isinstance(v, property)}
-    return copy_items(thing)
+    if _is_array(obj):
+        return obj.copy()
+    if isinstance(obj, _Name):
+        return [obj.namespace.get(obj.name)]
+    if isinstance(obj, SlotAttribute):
+        return obj.get()
+    if isinstance(obj, _NewNames):
+        return obj.read_values()
+    if isinstance(obj, _Class):
+        return {k: v for k, v in vars(obj.cls).items() if not k.startswith("__") and not isinstance(v, property)}
+    return copy_items(obj)
 
 
 def _is_filled_cache(before: Any, now: Any) -> bool:

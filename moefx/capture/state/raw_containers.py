@@ -12,9 +12,9 @@ from typing import Any
 _BASES: tuple[Any, ...] = (collections.OrderedDict, dict, list, set, collections.deque)  # a subclass before its base
 
 
-def find_base_type(thing: Any) -> Any:
-    """Return the built-in container type that stores the items of `thing`; None if it is no container."""
-    kind = type(thing)
+def find_base_type(obj: Any) -> Any:
+    """Return the built-in container type that stores the items of `obj`; None if it is no container."""
+    kind = type(obj)
     return kind if kind in _BASES else next((base for base in _BASES if issubclass(kind, base)), None)
 
 
@@ -70,27 +70,27 @@ def _restore_dict(base: Any, container: Any, now: dict[Any, Any], items: dict[An
 class SlotAttribute:
     """One of the `__slots__` of an object."""
 
-    def __init__(self, thing: Any, member: Any):
-        self.thing, self.member = thing, member
+    def __init__(self, owner: Any, member: Any):
+        self.owner, self.member = owner, member
 
     def get(self) -> list[Any]:
         """Return its value in a list; an empty list if it has none."""
         try:
-            return [self.member.__get__(self.thing)]
+            return [self.member.__get__(self.owner)]
         except AttributeError:
             return []
 
     def put(self, value: list[Any]) -> None:
         if value:
-            self.member.__set__(self.thing, *value)
+            self.member.__set__(self.owner, *value)
         else:
-            self.member.__delete__(self.thing)
+            self.member.__delete__(self.owner)
 
 
-def list_slots(thing: Any) -> list[SlotAttribute]:
+def list_slots(obj: Any) -> list[SlotAttribute]:
     """List the attributes in the `__slots__` of an object's classes."""
-    members = [member for cls in type(thing).__mro__ for member in vars(cls).values()]
-    return [SlotAttribute(thing, member) for member in members if type(member) is types.MemberDescriptorType]
+    members = [member for cls in type(obj).__mro__ for member in vars(cls).values()]
+    return [SlotAttribute(obj, member) for member in members if type(member) is types.MemberDescriptorType]
 
 
 __all__ = [

@@ -91,36 +91,36 @@ def silence_hooks(block: nn.Module) -> Iterator[None]:
             state.update(hooks)
 
 
-def is_random_generator(thing: Any) -> bool:
+def is_random_generator(obj: Any) -> bool:
     """Return whether an object is a random generator of Python or NumPy. Captures follow those of torch."""
-    return _find_accessors(thing) is not None
+    return _find_accessors(obj) is not None
 
 
-def _find_accessors(thing: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
+def _find_accessors(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
     """Return the functions that get and set the state of a generator; None for another object."""
-    if thing is random or isinstance(thing, random.Random):
-        return thing.getstate, thing.setstate
-    if type(thing).__module__.startswith("numpy.random") or getattr(thing, "__name__", "") == "numpy.random":
-        if hasattr(thing, "get_state"):
-            return thing.get_state, thing.set_state
-        if hasattr(thing, "bit_generator"):
-            bits = thing.bit_generator
+    if generator is random or isinstance(generator, random.Random):
+        return generator.getstate, generator.setstate
+    if type(generator).__module__.startswith("numpy.random") or getattr(generator, "__name__", "") == "numpy.random":
+        if hasattr(generator, "get_state"):
+            return generator.get_state, generator.set_state
+        if hasattr(generator, "bit_generator"):
+            bits = generator.bit_generator
             return lambda: bits.state, lambda state: setattr(bits, "state", state)
     return None
 
 
 @contextlib.contextmanager
-def keep_random_state(more: Mapping[str, Any] | None = None) -> Iterator[Callable[[], list[str]]]:
+def keep_random_state(extra: Mapping[str, Any] | None = None) -> Iterator[Callable[[], list[str]]]:
     """Restore the random generators of Python and NumPy at the end.
 
     Args:
-        more: further generators, by name.
+        extra: further generators, by name.
 
     Yields:
         A function that names the generators that the program has used.
     """
-    known = {**(more or {}), "random": random, "numpy.random": getattr(sys.modules.get("numpy"), "random", None)}
-    accessors = {name: found for name, thing in known.items() if (found := _find_accessors(thing)) is not None}
+    known = {**(extra or {}), "random": random, "numpy.random": getattr(sys.modules.get("numpy"), "random", None)}
+    accessors = {name: pair for name, generator in known.items() if (pair := _find_accessors(generator)) is not None}
     before = {name: get() for name, (get, _) in accessors.items()}
     try:  # states with arrays have no ==
         yield lambda: [n for n, (get, _) in accessors.items() if pickle.dumps(get()) != pickle.dumps(before[n])]
@@ -133,7 +133,7 @@ def collect_effects(
     tracer: Tracer,
     modules: list[tuple[str, nn.Module]],
     before: dict[str, dict[str, Any]],
-    given: dict[str, torch.Tensor],
+    initial: dict[str, torch.Tensor],
     state: dict[str, torch.Tensor],
     inputs: list[tuple[int, torch.Tensor, fx.Node]],
 ) -> list[Effect]:
@@ -145,15 +145,15 @@ def collect_effects(
         given, state: parameters and buffers before and after the call.
         inputs: tensor arguments with their position and node.
     """
-    found = []
+    effects = []
     for name, t in state.items():
-        if t is not given[name]:  # as `self.load = 0.9 * self.load + ...` does
-            found.append(Effect("attribute", name, tracer.node_of(t)))
+        if t is not initial[name]:  # as `self.load = 0.9 * self.load + ...` does
+            effects.append(Effect("attribute", name, tracer.node_of(t)))
         elif tracer.versions.get(id(t)):
-            found.append(Effect("buffer", name, tracer.node_of(t)))
+            effects.append(Effect("buffer", name, tracer.node_of(t)))
     for _, t, node in inputs:
         if tracer.versions.get(id(t)):
-            found.append(Effect("input", node, tracer.node_of(t)))
+            effects.append(Effect("input", node, tracer.node_of(t)))
     for n, m in modules:
         for key, value in vars(m).items():
             old = before[n].get(key, None)
@@ -163,22 +163,22 @@ def collect_effects(
             if _holds_stand_ins(value, old, tracer):  # `nn.GRU` lists its parameters again if they were replaced
                 continue
             if isinstance(value, torch.Tensor) and id(value) in tracer.aliases:
-                found.append(Effect("attribute", path, tracer.node_of(value)))
+                effects.append(Effect("attribute", path, tracer.node_of(value)))
             elif _holds_results(value, tracer) and collect_tensors(value):
-                found.append(Effect("attribute", path, map_tensors(value, tracer.node_of)))
+                effects.append(Effect("attribute", path, map_tensors(value, tracer.node_of)))
             elif not _is_equal(value, old):
-                found.append(Effect("state", path, value))
-    return found
+                effects.append(Effect("state", path, value))
+    return effects
 
 
 def find_registry_changes(registries: Registries) -> list[Effect]:
     """Find submodules, parameters and buffers that a call registered, replaced or removed."""
-    found = []
+    effects = []
     for path, now, before in registries:
         for name in now.keys() | before.keys():
             if name not in now or name not in before or now[name] is not before[name]:
-                found.append(Effect("state", f"{path}.{name}" if path else name, now.get(name)))
-    return found
+                effects.append(Effect("state", f"{path}.{name}" if path else name, now.get(name)))
+    return effects
 
 
 def copy_registries(modules: Iterable[tuple[str, nn.Module]], keys: Iterable[str]) -> Registries:

@@ -64,8 +64,8 @@ def record_calls(tracer: Tracer, names: dict[int, str], functions: TorchFunction
             return observer.wrap_call(tracer, original)
         return _wrap_module_call(tracer, original, names)
 
-    def length(thing: Any) -> Any:  # the builtin would make the result of `__len__` a plain number
-        return thing.__len__() if isinstance(thing, torch.Tensor) else plain_len(thing)
+    def length(obj: Any) -> Any:  # the builtin would make the result of `__len__` a plain number
+        return obj.__len__() if isinstance(obj, torch.Tensor) else plain_len(obj)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(_patched(builtins, "len", length))

@@ -165,8 +165,10 @@ class Routing:
                 pool += order + order[: _period_rows(n) - n]  # a quarter twice, to unbalance counts
             return torch.tensor(pool[:rows])
         if self.kind == "even":
-            each = max(1, rows // n)
-            return ((torch.arange(rows) - max(0, rows - each * n)).clamp(min=0) // each + rank) % n
+            rows_per_expert = max(1, rows // n)
+            return (
+                (torch.arange(rows) - max(0, rows - rows_per_expert * n)).clamp(min=0) // rows_per_expert + rank
+            ) % n
         if self.kind == "skewed":
             weight = torch.zeros(n, dtype=torch.float64)
             live = self._order_experts(n)[: _count_live(n)]

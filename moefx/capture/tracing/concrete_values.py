@@ -49,14 +49,14 @@ def recompute_values(
     Raises:
         Exception: an op does not accept the new values, for example another number of rows.
     """
-    found: dict[fx.Node, torch.Tensor] = {}
+    values: dict[fx.Node, torch.Tensor] = {}
     for n in nodes:
         value = n.meta.get("val")
         if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and not n.all_input_nodes:
-            found[n] = value
-        elif all(a in found for a in _find_operands(n)):  # no ancestors of invented values only
-            found[n] = _evaluate(n, invent, found.__getitem__)
-    return found
+            values[n] = value
+        elif all(a in values for a in _find_operands(n)):  # no ancestors of invented values only
+            values[n] = _evaluate(n, invent, values.__getitem__)
+    return values
 
 
 def _find_operands(node: fx.Node) -> list[fx.Node]:

@@ -41,15 +41,15 @@ def find_functional_form(
     Raises:
         CaptureError: the op has no functional form.
     """
-    found, is_same = _find_functional_op(func)
-    if found is None:
+    form, is_same = _find_functional_op(func)
+    if form is None:
         raise CaptureError(f"no functional form of {func} is known, at {find_user_source()}: {find_user_source().text}")
     if not is_same:
-        return found, args, kwargs
+        return form, args, kwargs
     return (
-        found,
+        form,
         args,
-        {**_required_defaults(func, found, len(args)), **{k: v for k, v in kwargs.items() if k not in names}},
+        {**_required_defaults(func, form, len(args)), **{k: v for k, v in kwargs.items() if k not in names}},
     )
 
 
@@ -61,17 +61,17 @@ def _find_functional_op(func: Any) -> tuple[Any, bool]:
     overloads = packet.overloads() if packet is not None else []
     wanted = _list_parameters(func)
     for candidate in overloads:  # names may differ: `pow_.Scalar` is `pow.Tensor_Scalar`, not `pow.Scalar`
-        found = getattr(packet, candidate)
-        if _list_parameters(found) == wanted:
-            return found, True
+        functional = getattr(packet, candidate)
+        if _list_parameters(functional) == wanted:
+            return functional, True
     return (getattr(packet, overload), False) if _is_in_place(name) and overload in overloads else (None, False)
 
 
 def _required_defaults(func: Any, form: Any, num_args: int) -> dict[str, Any]:
     """Return the defaults of an op for arguments that its functional form requires, such as the p of `bernoulli_`."""
-    own = [a for a in func._schema.arguments if not a.is_out]
+    inputs = [a for a in func._schema.arguments if not a.is_out]
     required = [a for a in form._schema.arguments if not a.is_out]
-    pairs = list(zip(own, required, strict=True))[num_args:]
+    pairs = list(zip(inputs, required, strict=True))[num_args:]
     return {a.name: a.default_value for a, b in pairs if a.has_default_value() and not b.has_default_value()}
 
 

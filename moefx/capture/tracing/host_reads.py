@@ -70,7 +70,7 @@ class ReadLogger(OpRunner):
 
     def log_use(self, size: Any) -> None:
         self.has_routed_argument = True
-        self.sizes.given |= {size.value}
+        self.sizes.op_arguments |= {size.value}
 
     # ---------------------------------------------------------------- reads
     def log_read(

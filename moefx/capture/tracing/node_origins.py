@@ -74,7 +74,7 @@ def _find_comparisons(node: fx.Node) -> list[fx.Node]:
 
     A selection, such as `topk`, ends the search: comparisons of its result are decided by the routing.
     """
-    stack, seen, found, has_floats = [node], set(), [], False
+    stack, seen, comparisons, has_floats = [node], set(), [], False
     has_abstract_inputs = any(map(is_abstract, node.all_input_nodes))
     while stack:
         n = stack.pop()
@@ -85,13 +85,13 @@ def _find_comparisons(node: fx.Node) -> list[fx.Node]:
         if name in ELEMENT_SELECTIONS:
             return [node] if has_abstract_inputs else []
         if name in FLOAT_COMPARISONS:
-            found.append(n)
+            comparisons.append(n)
         for a in n.all_input_nodes:
             if is_abstract(a):
                 has_floats = True
             else:
                 stack.append(a)
-    return found if has_floats else []
+    return comparisons if has_floats else []
 
 
 def is_nan_check(node: fx.Node) -> bool:

@@ -57,20 +57,20 @@ class TorchFunctions(TorchFunctionMode):
         self._view_sizes = ViewSizes(tracer.sizes)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        given = (*args, *(kwargs or {}).values())
+        arguments = (*args, *(kwargs or {}).values())
         args, options = unwrap_numbers(args), unwrap_numbers(kwargs or {})
         tracer = self.tracer
         has_routed_argument, tracer.has_routed_argument = tracer.has_routed_argument, False
         before = tracer.op_numbers
-        if tracer.sizes.given:
-            tracer.op_numbers, tracer.sizes.given = before | tracer.sizes.given, frozenset()
+        if tracer.sizes.op_arguments:
+            tracer.op_numbers, tracer.sizes.op_arguments = before | tracer.sizes.op_arguments, frozenset()
         try:
             if func in _LISTS and _is_along_rows(func, args, options):
                 if self._has_routed_rows(args[0]):
                     tracer.log_emptiness_test(ROWS)
                 elif isinstance(size := self._shape(args[0])[0], Size):
                     tracer.sizes.log_leak(size.expr)
-            return self._call(func, args, options, has_routed_argument, given)
+            return self._call(func, args, options, has_routed_argument, arguments)
         except Exception:
             tracer.log_error(any(map(self._has_routed_rows, collect_tensors((args, options)))))
             raise
@@ -83,23 +83,25 @@ class TorchFunctions(TorchFunctionMode):
         if isinstance(t, torch.Tensor) and not _is_batched(t) and all(isinstance(n, int) for n in shape):
             self._view_sizes.check(self._shape(t), shape)
 
-    def _call(self, func: Any, args: tuple, options: dict[str, Any], has_routed_argument: bool, given: tuple) -> Any:
+    def _call(
+        self, func: Any, args: tuple, options: dict[str, Any], has_routed_argument: bool, arguments: tuple
+    ) -> Any:
         """Run a function.
 
         Args:
             has_routed_argument: whether an argument is a number of the routing.
-            given: the arguments with symbolic sizes.
+            arguments: the arguments with symbolic sizes.
         """
         tracer, start = self.tracer, len(self.tracer.nodes)
         if tracer.whole_op_depth:
             return func(*args, **options)
         tracer.update_autocast()
         if func in _VIEWS:
-            self._check_view(*given)
-        elif func in _UNFLATTEN and len(given) == 3 and isinstance(given[1], int):
-            t, dim, parts = given
-            own = self._shape(t)
-            self._check_view(t, *own[: dim % t.dim()], *parts, *own[dim % t.dim() + 1 :])
+            self._check_view(*arguments)
+        elif func in _UNFLATTEN and len(arguments) == 3 and isinstance(arguments[1], int):
+            t, dim, parts = arguments
+            shape = self._shape(t)
+            self._check_view(t, *shape[: dim % t.dim()], *parts, *shape[dim % t.dim() + 1 :])
         if (answer := self._answer_query(func, args, options)) is not _NO_QUERY:
             return answer
         if func in _RMS_NORMS and (norm := _without_eps(*args, **options)):
@@ -185,11 +187,11 @@ class TorchFunctions(TorchFunctionMode):
         with device_autocast.use_cpu_autocast(None):
             if dtype is None or any(map(_is_batched, collect_tensors((args, options)))):
                 return run(*args, **options)
-            given = device_autocast.cast_arguments(func, args, options, dtype, torch.Tensor.to)
-            if given is None:
+            casted = device_autocast.cast_arguments(func, args, options, dtype, torch.Tensor.to)
+            if casted is None:
                 return device_autocast.check_result_dtype(func, args, options, dtype, run(*args, **options))
             with self.tracer.suspend_casts():
-                out = run(*given[0], **given[1])
+                out = run(*casted[0], **casted[1])
             return device_autocast.check_result_dtype(func, args, options, dtype, out)
 
     def _whole_norm(self, *args: Any) -> torch.Tensor:
@@ -222,13 +224,13 @@ class TorchFunctions(TorchFunctionMode):
         """Return the number of rows as a size if each token has several, such as one per slot; None otherwise."""
         sizes = self.tracer.sizes
         tokens = sizes.tokens
-        each, rest = divmod(rows, tokens)
-        if rest or not 2 <= each <= MAX_ROWS_PER_TOKEN or tokens < _MIN_TOKENS or _is_batched(t):
+        per_token, rest = divmod(rows, tokens)
+        if rest or not 2 <= per_token <= MAX_ROWS_PER_TOKEN or tokens < _MIN_TOKENS or _is_batched(t):
             return None
         with suspend_modes(), torch.DisableTorchFunction():
             if rows in self.tracer.state_sizes or self.tracer.node_of(t).op == "get_attr":
                 return None
-        return Size(rows, f"{each}*{sizes.tokens_text}", sizes)
+        return Size(rows, f"{per_token}*{sizes.tokens_text}", sizes)
 
     def _set_data(self, t: torch.Tensor, value: torch.Tensor) -> None:
         """Record `t.data = value`, which calls no op, as a copy that autograd does not see.
@@ -281,8 +283,8 @@ def _recur_once(func: Any, x: torch.Tensor, *args: Any, **options: Any) -> tuple
         return func(x, *args)
     out, *states = func(x.narrow(axis, 0, 1), *args)
     steps, batch = (x.shape[0], x.shape[1]) if not is_batch_first else (x.shape[1], x.shape[0])
-    every = out.new_empty(steps, batch, out.shape[-1])
-    return (every.transpose(0, 1) if is_batch_first else every, *states)
+    all_steps = out.new_empty(steps, batch, out.shape[-1])
+    return (all_steps.transpose(0, 1) if is_batch_first else all_steps, *states)
 
 
 def _without_eps(
@@ -305,17 +307,17 @@ def _find_full_slices(t: torch.Tensor, index: Any) -> list[tuple[int, int]]:
     parts = index if isinstance(index, tuple) else (index,)
     if _is_batched(t) or not all(p is None or p is Ellipsis or type(p) in (int, slice) for p in parts):
         return []
-    found, source, result = [], 0, 0
+    slices, source, result = [], 0, 0
     for part in parts:
         if part is Ellipsis:
             rest = t.dim() - sum(type(p) in (int, slice) for p in parts)
             source, result = source + rest, result + rest
             continue
         if type(part) is slice and part.start in (None, 0) and part.step in (None, 1) and part.stop == t.shape[source]:
-            found.append((result, part.stop))
+            slices.append((result, part.stop))
         source += part is not None
         result += type(part) is not int
-    return found
+    return slices
 
 
 def _is_batched(t: torch.Tensor) -> bool:

@@ -54,7 +54,7 @@ def check_batch(args: tuple[Any, ...], kwargs: dict[str, Any], planned: tuple[in
         )
 
 
-def split_tree(tree: Any, batch: int, number: int, what: str) -> list[Any]:
+def split_tree(tree: Any, batch: int, number: int, subject: str) -> list[Any]:
     """Cut the tensors in a tree along their first dimension.
 
     Raises:
@@ -69,7 +69,7 @@ def split_tree(tree: Any, batch: int, number: int, what: str) -> list[Any]:
             parts.append(list(leaf.chunk(number)))
         else:
             raise InvalidInput(
-                f"{what} has the shape {list(leaf.shape)}, and the batch is {batch}: the first dimension of each "
+                f"{subject} has the shape {list(leaf.shape)}, and the batch is {batch}: the first dimension of each "
                 "tensor is the batch, or 1 if all micro-batches share it"
             )
     return [tree_unflatten([part[i] for part in parts], spec) for i in range(number)]

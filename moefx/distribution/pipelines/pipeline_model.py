@@ -45,14 +45,14 @@ class Pipeline(nn.Module):
         self.cut_basis, self.planned_batch = split.basis, cast("tuple[int, int] | None", None)
         self._seen: Any = None  # a description of the inputs that `_schedule` is built for
         self._schedule: Any = None
-        own: dict[str, nn.Module] = {}
+        own_modules: dict[str, nn.Module] = {}
         for stage in stages:
-            own |= {name: stage.model.get_submodule(name) for name in split.list_units(stage.number)}
-        own |= {name: stages[0].model.get_submodule(name) for name in split.shared}
+            own_modules |= {name: stage.model.get_submodule(name) for name in split.list_units(stage.number)}
+        own_modules |= {name: stages[0].model.get_submodule(name) for name in split.shared}
         for name, _ in model.named_modules():
-            if name in own:
-                _add_module(self, name, own[name])
-        prefixes = tuple(f"{name}." for name in own)
+            if name in own_modules:
+                _add_module(self, name, own_modules[name])
+        prefixes = tuple(f"{name}." for name in own_modules)
         self._elsewhere = [name for name in group.names if not name.startswith(prefixes)]
         self.register_load_state_dict_pre_hook(ShardOnLoad())
         self.register_load_state_dict_pre_hook(self._drop_other_stages)

@@ -206,8 +206,8 @@ def _find_modules(function: Any) -> list[nn.Module]:
         return _find_modules(function.__self__) + _find_modules(function.__func__)
     if not inspect.isfunction(function):
         return []
-    found = inspect.getclosurevars(function)
-    values = [*found.nonlocals.values(), *found.globals.values(), *(function.__defaults__ or ())]
+    variables = inspect.getclosurevars(function)
+    values = [*variables.nonlocals.values(), *variables.globals.values(), *(function.__defaults__ or ())]
     return [value for value in values if isinstance(value, nn.Module)]
 
 

@@ -150,8 +150,12 @@ class DryRun:
         state = self.state
         state.calls, state.hidden, state.previous, state.owners = 0, None, None, {}
         args, kwargs = tree_map_only(Tensor, _move_to_cpu, (args, kwargs))
-        asked = kwargs.get("output_router_logits")
-        if getattr(getattr(self.skeleton, "config", None), "output_router_logits", False) if asked is None else asked:
+        wants_logits = kwargs.get("output_router_logits")
+        if (
+            getattr(getattr(self.skeleton, "config", None), "output_router_logits", False)
+            if wants_logits is None
+            else wants_logits
+        ):
             raise InvalidInput(
                 "output_router_logits=True asks for a loss of the router logits of all layers, and a stage has those "
                 "of its own layers only: set model.config.output_router_logits = False, or train without a pipeline "

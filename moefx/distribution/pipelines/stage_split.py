@@ -87,23 +87,23 @@ def find_layers(model: nn.Module) -> str:
     Raises:
         InvalidInput: there is none.
     """
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
 
     def visit(module: nn.Module, path: str) -> None:
         for key, child in module.named_children():
             name = f"{path}.{key}" if path else key
             if isinstance(child, _CONTAINERS):
-                found[name] = sum(parameter.numel() for parameter in child.parameters())
+                sizes[name] = sum(parameter.numel() for parameter in child.parameters())
             else:
                 visit(child, name)
 
     visit(model, "")
-    if not found:
+    if not sizes:
         raise InvalidInput(
             f"{type(model).__name__} has no nn.ModuleList of layers to cut into stages: a pipeline takes decoders, "
             "with an embedding, a list of layers, a norm and a head as modules"
         )
-    return max(found, key=found.__getitem__)
+    return max(sizes, key=sizes.__getitem__)
 
 
 def read_split(split: Any) -> tuple[str | None, tuple[int, ...] | None]:
@@ -162,12 +162,14 @@ def split_model(
     if sum(counts) != len(keys):
         raise InvalidPlan(f"split={{{layers!r}: {list(counts)}}} has {sum(counts)} layers, the model {len(keys)}")
     outer = _list_outer_modules(model, layers)
-    with_parameters = [each for each in outer if next(model.get_submodule(each).parameters(), None) is not None]
+    with_parameters = [
+        outer_name for outer_name in outer if next(model.get_submodule(outer_name).parameters(), None) is not None
+    ]
     dry_run = DryRun(model, layers, with_parameters)
     called = _run_examples(dry_run, model, example_inputs)
     last = len(counts) - 1
-    owners = {each: 0 if called.get(each, FIRST) == FIRST else last for each in with_parameters}
-    shared = tuple(each for each in outer if each not in owners)
+    owners = {outer_name: 0 if called.get(outer_name, FIRST) == FIRST else last for outer_name in with_parameters}
+    shared = tuple(outer_name for outer_name in outer if outer_name not in owners)
     split = StageSplit(layers, keys, counts, owners, shared, dry_run, basis)
     _check_parameters(model, split)
     return split
@@ -179,7 +181,7 @@ def _list_outer_modules(model: nn.Module, layers: str) -> list[str]:
     Raises:
         InvalidInput: a module around the layers has parameters of its own.
     """
-    found, path = [], ""
+    names, path = [], ""
     for step in layers.split("."):
         module = model.get_submodule(path)
         for name, _ in module.named_parameters(recurse=False):
@@ -187,9 +189,9 @@ def _list_outer_modules(model: nn.Module, layers: str) -> list[str]:
                 f"{path + '.' if path else ''}{name} is a parameter of {type(module).__name__}, which would be in "
                 "every stage of a pipeline: put it into a module that runs before or after the layers"
             )
-        found += [f"{path}.{key}" if path else key for key, _ in module.named_children() if key != step]
+        names += [f"{path}.{key}" if path else key for key, _ in module.named_children() if key != step]
         path = f"{path}.{step}" if path else step
-    return found
+    return names
 
 
 def _run_examples(dry_run: DryRun, model: nn.Module, example_inputs: Any) -> dict[str, str]:

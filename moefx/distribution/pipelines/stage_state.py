@@ -47,17 +47,17 @@ class StageGroup:
                 raise InvalidInput(f"rank {rank} of the pipeline axis failed: {text}")
         return [value for _, value in answers]
 
-    def gather_state(self, own: dict[str, Any], *, cpu: bool, rank: int | None) -> dict[str, Any]:
+    def gather_state(self, state: dict[str, Any], *, cpu: bool, rank: int | None) -> dict[str, Any]:
         """Merge the full state dicts of the stages. One broadcast per tensor.
 
         Args:
             cpu, rank: as for `moefx.full_state_dict`.
         """
         here, device = rank is None or dist.get_rank() == rank, torch.device(self.mesh.device_type)
-        tensors = {name: value for name, value in own.items() if isinstance(value, Tensor)}
+        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         described = {name: (value.shape, value.dtype) for name, value in tensors.items()}
-        answers = self.gather((described, {name: value for name, value in own.items() if name not in tensors}))
-        found: dict[str, Any] = {}
+        answers = self.gather((described, {name: value for name, value in state.items() if name not in tensors}))
+        merged: dict[str, Any] = {}
         seen: set[str] = set()
         for owner, (shapes, others) in zip(self.ranks, answers, strict=True):
             for name, (shape, dtype) in shapes.items():
@@ -65,15 +65,15 @@ class StageGroup:
                     continue  # a buffer that every stage has
                 seen.add(name)
                 if owner == dist.get_rank():
-                    value = own[name].to(device).contiguous()
+                    value = state[name].to(device).contiguous()
                 else:
                     value = torch.empty(shape, dtype=dtype, device=device)
                 dist.broadcast(value, owner, group=self.group)
                 if here:
-                    found[name] = value.cpu() if cpu else value
-            found |= others if here else {}
-        order = [name for name in self.names if name in found]
-        return {name: found[name] for name in dict.fromkeys([*order, *found])}
+                    merged[name] = value.cpu() if cpu else value
+            merged |= others if here else {}
+        order = [name for name in self.names if name in merged]
+        return {name: merged[name] for name in dict.fromkeys([*order, *merged])}
 
     def average_loss(self, loss: Tensor | None) -> Tensor:
         """Return the mean of a loss over the data ranks, on every rank of the mesh. Collective over the mesh.

@@ -112,8 +112,8 @@ def _log_findings(gm: fx.GraphModule, regions: GraphRegions, action: str) -> Non
     """Log the refusals of a graph, and its graph break if one separates a selection from its results. Each text is
     logged once.
     """
-    every = regions.flatten()
-    refused = [r for f in every for r in f.refused]
+    findings = regions.flatten()
+    refused = [r for f in findings for r in f.refused]
     before = [r for one in registry.COMPILED_GRAPHS for r in one.record.refused]
     matched = [m for one in registry.COMPILED_GRAPHS for m in one.record.matched]
     others = [r for r in registry.find_few_token_refusals([*before, *refused], matched) if r in refused]
@@ -123,14 +123,14 @@ def _log_findings(gm: fx.GraphModule, regions: GraphRegions, action: str) -> Non
     if regions.open and (reason := _find_graph_break(gm)) is not None:
         frames = getattr(reason, "user_stack", None) or []
         where = f" at {frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}" if frames else ""
-        what = (str(getattr(reason, "reason", "")).splitlines() or [""])[0]
+        first_line = (str(getattr(reason, "reason", "")).splitlines() or [""])[0]
         for line in regions.open:
             _log_once(
                 logging.WARNING,
-                f"moefx: experts are selected at {line}, but Dynamo ends its graph{where} ({what}) before their "
+                f"moefx: experts are selected at {line}, but Dynamo ends its graph{where} ({first_line}) before their "
                 f"results come together. {registry.COMPILE_FIRST}",
             )
-    if not any(f.matched or f.refused for f in every):
+    if not any(f.matched or f.refused for f in findings):
         nodes = len(regions.analysis.nodes)
         _log_once(logging.INFO, "moefx found no MoE region in a graph; " + action, f" ({nodes} nodes)")
 
@@ -148,15 +148,15 @@ def _find_skipped_functions() -> list[registry.SkippedFunction]:
         reasons = list(torch._dynamo.utils.counters["unimplemented"])
     except Exception:  # another version of torch
         return []
-    found = []
+    skipped = []
     for reason in reasons:
         frame = re.search(r"frame skipped: (\S+) \((.+) line (\d+)\)", reason)
         if frame and reason.startswith(("Dynamic shape operator", "Data dependent operator", "Data-dependent")):
             operator = re.search(r"debug context: (\S+)", reason)
-            found.append(
+            skipped.append(
                 registry.SkippedFunction(frame[1], frame[2], int(frame[3]), operator[1] if operator else "a tensor")
             )
-    return found
+    return skipped
 
 
 def _log_once(level: int, text: str, detail: str = "") -> None:
@@ -174,13 +174,13 @@ def _build_record(gm: fx.GraphModule, regions: GraphRegions) -> Record:
             holds_for = str(region.specialization(f.analysis, proof.program))
             known = reports.get(id(proof), dataclasses.replace(proof.report, names=(), holds_for=holds_for))
             reports[id(proof)] = dataclasses.replace(known, names=(*known.names, region.name))
-    every = regions.flatten()
-    refused = [r for f in every for r in f.refused]
+    findings = regions.flatten()
+    refused = [r for f in findings for r in f.refused]
     if _find_graph_break(gm) is not None:
         refused += [Refusal("", _GRAPH_BREAK, line, (), registry.COMPILE_FIRST) for line in regions.open]
     elif not reports:  # beside a mixture such a selection is statistics
         refused += [Refusal("", _RETURNED_CHOICE, line) for line in regions.open]
-    return Record(tuple(reports.values()), tuple(refused), sum(f.seconds for f in every))
+    return Record(tuple(reports.values()), tuple(refused), sum(f.seconds for f in findings))
 
 
 # ---------------------------------------------------------------------- queries
@@ -195,13 +195,13 @@ def find_recipes(model: nn.Module) -> dict[str, BackendRecipe]:
     return recipes
 
 
-def compiled_for(given: nn.Module | Callable[..., Any]) -> tuple[Record | None, dict[str, BlockForward]]:
+def compiled_for(target: nn.Module | Callable[..., Any]) -> tuple[Record | None, dict[str, BlockForward]]:
     """Return the record and the regions of all graphs of a model or function, the latest for each name. The record is
     None for a model that was never compiled with this backend.
     """
-    if graphs := registry.find_graphs(given, registry.COMPILED_GRAPHS):
+    if graphs := registry.find_graphs(target, registry.COMPILED_GRAPHS):
         return registry.merge_graphs(graphs)
-    was_compiled = not isinstance(given, nn.Module) or find_recipes(given)
+    was_compiled = not isinstance(target, nn.Module) or find_recipes(target)
     return (
-        Record((), (registry.explain_missing(given, _find_skipped_functions()),), 0.0) if was_compiled else None
+        Record((), (registry.explain_missing(target, _find_skipped_functions()),), 0.0) if was_compiled else None
     ), {}

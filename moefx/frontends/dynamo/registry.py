@@ -63,14 +63,14 @@ GRAPHS_WITHOUT_MOE: list[CompiledGraph] = []  # nothing in them looks like exper
 def register_graph(out: fx.GraphModule, regions: GraphRegions, record: Record) -> None:
     """Record a compiled graph with its findings. Old graphs are dropped beyond `_MAX_GRAPHS`."""
     forwards = {forward.name: forward for forward in find_rewritten_blocks(out).values()}
-    every = regions.flatten()
-    weights = [f.analysis.weights[n] for f in every for region, _ in f.matched for n in region.weights]
-    weights = weights or [t for f in every for t in f.analysis.weights.values()]
+    findings = regions.flatten()
+    weights = [f.analysis.weights[n] for f in findings for region, _ in f.matched for n in region.weights]
+    weights = weights or [t for f in findings for t in f.analysis.weights.values()]
     outermost: set[Source] = {find_user_sources(n, 0)[-1] for n in regions.analysis.nodes if n.stack_trace}
     entered = {(source.file, source.line) for source in outermost}
-    mine = COMPILED_GRAPHS if record.matched or record.refused else GRAPHS_WITHOUT_MOE
-    mine.append(CompiledGraph(record, forwards, [weakref.ref(t) for t in weights], entered))
-    del mine[:-_MAX_GRAPHS]
+    graphs = COMPILED_GRAPHS if record.matched or record.refused else GRAPHS_WITHOUT_MOE
+    graphs.append(CompiledGraph(record, forwards, [weakref.ref(t) for t in weights], entered))
+    del graphs[:-_MAX_GRAPHS]
 
 
 def forget() -> None:
@@ -79,15 +79,15 @@ def forget() -> None:
     GRAPHS_WITHOUT_MOE.clear()
 
 
-def find_graphs(given: nn.Module | Callable[..., Any], graphs: Sequence[CompiledGraph]) -> list[CompiledGraph]:
+def find_graphs(target: nn.Module | Callable[..., Any], graphs: Sequence[CompiledGraph]) -> list[CompiledGraph]:
     """Select the graphs of a model, by its weights, or of a compiled function, by its lines: its weights may be
     anywhere."""
-    if not isinstance(given, nn.Module):
-        lines = function_lines(given)
+    if not isinstance(target, nn.Module):
+        lines = function_lines(target)
         return [one for one in graphs if lines & one.entered]
-    mine = {id(t) for t in (*given.parameters(), *given.buffers())}
+    tensor_ids = {id(t) for t in (*target.parameters(), *target.buffers())}
     alive = [(one, next((t for ref in one.weights if (t := ref()) is not None), None)) for one in graphs]
-    return [one for one, weight in alive if weight is not None and id(weight) in mine]
+    return [one for one, weight in alive if weight is not None and id(weight) in tensor_ids]
 
 
 def function_lines(function: Callable[..., Any]) -> set[tuple[str, int]]:
@@ -96,12 +96,12 @@ def function_lines(function: Callable[..., Any]) -> set[tuple[str, int]]:
     return {(code.co_filename, line) for _, _, line in code.co_lines() if line is not None}
 
 
-def merge_graphs(mine: list[CompiledGraph]) -> tuple[Record, dict[str, BlockForward]]:
+def merge_graphs(graphs: list[CompiledGraph]) -> tuple[Record, dict[str, BlockForward]]:
     """Merge the records and regions of several graphs. The latest region of each name wins."""
     matched: dict[tuple[str, ...], BlockReport] = {}
     refused: dict[str, Refusal] = {}
     forwards: dict[str, BlockForward] = {}
-    for one in mine:
+    for one in graphs:
         forwards.update(one.forwards)
         matched.update({report.names: report for report in one.record.matched})
         refused.update({str(r): r for r in one.record.refused})
@@ -110,7 +110,7 @@ def merge_graphs(mine: list[CompiledGraph]) -> tuple[Record, dict[str, BlockForw
         for names, report in matched.items():
             if r.name in names and _FEW_TOKENS_NOTE not in report.notes:
                 matched[names] = dataclasses.replace(report, notes=(*report.notes, _FEW_TOKENS_NOTE))
-    seconds = sum(one.record.seconds for one in mine)
+    seconds = sum(one.record.seconds for one in graphs)
     return Record(tuple(matched.values()), tuple(refused.values()), seconds), forwards
 
 
@@ -121,16 +121,16 @@ def find_few_token_refusals(refused: Sequence[Refusal], matched: Iterable[BlockR
     return [r for r in few if r.name in names]
 
 
-def explain_missing(given: nn.Module | Callable[..., Any], skipped: Sequence[SkippedFunction]) -> Refusal:
+def explain_missing(target: nn.Module | Callable[..., Any], skipped: Sequence[SkippedFunction]) -> Refusal:
     """Explain why no graph of a model or function contains anything like experts.
 
     Args:
         skipped: functions that Dynamo gave up.
     """
-    codes = [m.forward for m in given.modules()] if isinstance(given, nn.Module) else [given]
+    codes = [m.forward for m in target.modules()] if isinstance(target, nn.Module) else [target]
     codes = [code for code in codes if hasattr(inspect.unwrap(code), "__code__")] if skipped else []
     lines = set[tuple[str, int]]().union(*map(function_lines, codes))
-    plain = find_graphs(given, GRAPHS_WITHOUT_MOE)
+    plain = find_graphs(target, GRAPHS_WITHOUT_MOE)
     if own_skipped := [one for one in skipped if (one.file, one.line) in lines]:
         reason, remedy = f"{own_skipped[0]}", f"if these are experts: {COMPILE_FIRST}"
     elif plain:

@@ -117,7 +117,7 @@ def _check_fixed_sizes(gm: fx.GraphModule, examples: dict[fx.Node, Any], shapes:
     Raises:
         Refused: the graph also runs with another size.
     """
-    found: dict[int, list[tuple[fx.Node, int]]] = defaultdict(list)
+    axes_by_size: dict[int, list[tuple[fx.Node, int]]] = defaultdict(list)
     symbols: dict[Any, int] = {}
     other: dict[fx.Node, list[int]] = {}
     for n, shape in shapes.items():
@@ -128,8 +128,8 @@ def _check_fixed_sizes(gm: fx.GraphModule, examples: dict[fx.Node, Any], shapes:
                 symbols.setdefault(symbol, _PRIMES[len(symbols) % len(_PRIMES)])  # divisible by no other size
             other[n].append(int(expr.subs(symbols)))
             if expr.is_Integer:
-                found[int(expr)].append((n, i))
-    for number, axes in found.items():
+                axes_by_size[int(expr)].append((n, i))
+    for number, axes in axes_by_size.items():
         for chosen in [axes, *([axis] for axis in axes if len(axes) > 1)]:
             changed = {n: [s + 1 if (n, i) in chosen else s for i, s in enumerate(shape)] for n, shape in other.items()}
             if _runs_at(gm, examples, changed):
@@ -176,10 +176,10 @@ def _find_first_operand(n: fx.Node) -> Any:
     """Return the main operand of an op, such as `x` of `addmm(bias, x, w)`."""
     name = get_op_name(n)
     at = 1 if name in ("addmm", "addmv", "einsum", "embedding") and len(n.args) > 1 else 0
-    found: Any = n.args[at] if n.args else next(iter(n.all_input_nodes), None)
-    while isinstance(found, (tuple, list)):
-        found = found[0] if found else None
-    return found
+    operand: Any = n.args[at] if n.args else next(iter(n.all_input_nodes), None)
+    while isinstance(operand, (tuple, list)):
+        operand = operand[0] if operand else None
+    return operand
 
 
 class _ValueRecorder(fx.Interpreter):
@@ -187,13 +187,13 @@ class _ValueRecorder(fx.Interpreter):
 
     def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode):
         super().__init__(gm)
-        self.mode, self.found = mode, {}
+        self.mode, self.values = mode, {}
 
     def run_node(self, n: fx.Node) -> Any:
         out = super().run_node(n)
         if isinstance(out, torch.Tensor) and not isinstance(out, FakeTensor):
             out = self.mode.from_tensor(out, static_shapes=True)
-        self.found[n] = self.found[n.args[0]] if n.target is operator.setitem else out
+        self.values[n] = self.values[n.args[0]] if n.target is operator.setitem else out
         return out
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -206,7 +206,7 @@ class _ValueRecorder(fx.Interpreter):
 
 def _interpret(gm: fx.GraphModule, mode: FakeTensorMode, inputs: list[Any]) -> dict[fx.Node, Any]:
     """Run a graph under a fake mode. Returns the value of each node."""
-    values = _ValueRecorder(gm, mode)
+    recorder = _ValueRecorder(gm, mode)
     tensors: dict[str, torch.Tensor] = {
         name: mode.from_tensor(t, static_shapes=True) for name, t in (*gm.named_parameters(), *gm.named_buffers())
     }
@@ -215,5 +215,5 @@ def _interpret(gm: fx.GraphModule, mode: FakeTensorMode, inputs: list[Any]) -> d
         without_fake_tensor_errors(),
         torch.nn.utils.stateless._reparametrize_module(gm, tensors, tie_weights=True),
     ):
-        values.run(*inputs)
-    return values.found
+        recorder.run(*inputs)
+    return recorder.values

@@ -36,10 +36,10 @@ def explain_chunks(analysis: GraphAnalysis, bounds: RegionBounds) -> Refused | N
                 return _refuse_chunks(analysis, n, len(parts))
         elif get_op_name(n) in ("getitem", "slice") and _is_range(n, rows, analysis.tensor(n)):
             turns[n.args[0], find_user_sources(n, analysis.position[n])].append(n)
-    for found in turns.values():
-        lengths = [get_size_hint(analysis.value[n].shape[0]) for n in found]
-        if len(found) > 1 and sum(lengths) == tokens and len({*lengths[:-1]}) == 1:
-            return _refuse_chunks(analysis, found[0], len(found))
+    for seeds in turns.values():
+        lengths = [get_size_hint(analysis.value[n].shape[0]) for n in seeds]
+        if len(seeds) > 1 and sum(lengths) == tokens and len({*lengths[:-1]}) == 1:
+            return _refuse_chunks(analysis, seeds[0], len(seeds))
     return None
 
 

@@ -146,8 +146,8 @@ class GeneralizedRegion:
                 source=where,
                 remedy=remedy,
             )
-        what = "the sizes in the graph do not show which of them are token dims"
-        return Refused(what, culprits=(get_op_name(n),), source=where, remedy=self._suggest_sizes())
+        reason = "the sizes in the graph do not show which of them are token dims"
+        return Refused(reason, culprits=(get_op_name(n),), source=where, remedy=self._suggest_sizes())
 
     def _find_unknown(self, number: fx.Node) -> list[fx.Node]:
         """Return the operands of a number that do not follow from the token dims."""
@@ -241,18 +241,18 @@ class GeneralizedRegion:
 
     def _collect_numbers(self, tree: Any) -> list[int]:
         """Return all numbers among the arguments of a node, with their values in the graph."""
-        found: list[int] = []
+        numbers: list[int] = []
 
         def number(a: Any) -> None:
             if isinstance(a, fx.Node) and self.analysis.is_number(a):
-                found.append(
+                numbers.append(
                     get_size_hint(self.analysis.value[a]) if isinstance(self.analysis.value[a], torch.SymInt) else 0
                 )
             elif type(a) is int:
-                found.append(a)
+                numbers.append(a)
 
         map_aggregate(tree, number)
-        return found
+        return numbers
 
     def _list_meanings(self, value: Any, first: bool = False, node: fx.Node | None = None) -> list[Any]:
         """Return the meanings of a number, most likely first. `first`: prefer token dims to a constant."""

@@ -119,8 +119,8 @@ class GraphAnalysis:
                 continue
             self.nodes.append(n)
             self.modes[n] = Modes(grad, tuple(a for _, a in open_))
-            if (found := find_functorch_nesting(n)) is not None:
-                inside = (*inside, found[0]) if found[1] > 0 else inside[:-1]
+            if (nesting := find_functorch_nesting(n)) is not None:
+                inside = (*inside, nesting[0]) if nesting[1] > 0 else inside[:-1]
             if inside:
                 self.transforms[n] = inside
 
@@ -130,14 +130,14 @@ class GraphAnalysis:
             return propagate_values(self.gm, example_inputs)
         value: dict[fx.Node, Any] = {}
         for n in self.nodes:
-            found = get_traced_value(n)
+            traced = get_traced_value(n)
             if n.op == "output":
                 continue
-            if found is None and n.op == "placeholder":
-                found = self.examples.get(n)
-            elif found is None and n.op == "get_attr":
-                found = find_attribute(self.gm, str(n.target))
-            value[n] = found
+            if traced is None and n.op == "placeholder":
+                traced = self.examples.get(n)
+            elif traced is None and n.op == "get_attr":
+                traced = find_attribute(self.gm, str(n.target))
+            value[n] = traced
         for n in self.nodes:
             if n.op == "call_function" and n.target is operator.setitem:
                 value[n] = value[n.args[0]]  # type: ignore[index]
@@ -160,8 +160,8 @@ class GraphAnalysis:
         self.position = {n: i for i, n in enumerate(self.nodes)}
 
     def tensor(self, n: fx.Node) -> torch.Tensor | None:
-        found = self.value.get(n)
-        return found if isinstance(found, torch.Tensor) else None
+        value = self.value.get(n)
+        return value if isinstance(value, torch.Tensor) else None
 
     def find_source_line(self, n: fx.Node) -> str:
         """Return the user's line that made a node, or its position if the graph has no stack traces."""
@@ -183,20 +183,20 @@ class GraphAnalysis:
         numbers.
         None if they are unknown.
         """
-        found = self.examples.get(n)
+        integers = self.examples.get(n)
         if n.op != "placeholder":
             tensors = [d for d in n.all_input_nodes if not self.is_number(d)]
             is_known = get_op_name(n) in _INTEGER_OPS and len(tensors) == 1
             # a value that was written to has other numbers
             is_known &= [d for d in self.deps[n] if not self.is_number(d)] == tensors and n not in self.written_tensors
-            found = self.find_example_integers(tensors[0]) if is_known else None
-            if found is not None:
-                of = {d: found if d is tensors[0] else get_size_hint(self.value[d]) for d in n.all_input_nodes}
+            integers = self.find_example_integers(tensors[0]) if is_known else None
+            if integers is not None:
+                of = {d: integers if d is tensors[0] else get_size_hint(self.value[d]) for d in n.all_input_nodes}
                 args, kwargs = map_arg((n.args, n.kwargs), of.__getitem__)
-                found = call_target(n.target, n.op == "call_method", args, kwargs)
-        if type(found) is not torch.Tensor or found.is_meta or found.is_floating_point():
+                integers = call_target(n.target, n.op == "call_method", args, kwargs)
+        if type(integers) is not torch.Tensor or integers.is_meta or integers.is_floating_point():
             return None
-        return found.detach()
+        return integers.detach()
 
     def evaluate_from_weights(self, n: fx.Node) -> torch.Tensor | None:
         """Compute a node that depends on weights alone, from their values. Returns the abstract value if some weights
@@ -204,17 +204,17 @@ class GraphAnalysis:
         """
         if n in self.weights or n not in self.weight_only or not self.is_float(n):
             return None
-        found: dict[fx.Node, Any] = {}
+        values: dict[fx.Node, Any] = {}
 
         def value(of: fx.Node) -> Any:
             if of in self.weights:
                 return self.weights[of]
             if self.effects[of] != NodeEffects():
                 raise ValueError(of)
-            if of not in found:
+            if of not in values:
                 args, kwargs = map_arg((of.args, of.kwargs), value)
-                found[of] = call_target(of.target, of.op == "call_method", args, kwargs)
-            return found[of]
+                values[of] = call_target(of.target, of.op == "call_method", args, kwargs)
+            return values[of]
 
         try:
             with torch.no_grad():
@@ -225,11 +225,11 @@ class GraphAnalysis:
     def _find_number_inputs(self) -> set[fx.Node]:
         """Inputs that are numbers but no sizes, and numbers computed from them."""
         sizes = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, type(None))
-        found = {n for n in self.nodes if n.op == "placeholder" and not isinstance(self.value.get(n), sizes)}
+        number_nodes = {n for n in self.nodes if n.op == "placeholder" and not isinstance(self.value.get(n), sizes)}
         for n in self.nodes:
-            if found & {*n.all_input_nodes} and not isinstance(self.value.get(n), torch.Tensor):
-                found.add(n)
-        return found
+            if number_nodes & {*n.all_input_nodes} and not isinstance(self.value.get(n), torch.Tensor):
+                number_nodes.add(n)
+        return number_nodes
 
     def _find_float_inputs(self) -> set[fx.Node]:
         """Nodes that read a float of the caller whose value is known in this call."""
@@ -250,18 +250,18 @@ class GraphAnalysis:
             deps, after = dict.fromkeys(inputs), {}
             touched = {s for a in inputs for s in self.find_storages(a)}
             targets = tuple(t for t in self.effects[n].writes if t in self.position)
-            mine = {s for t in targets for s in self.find_storages(t)}
+            written = {s for t in targets for s in self.find_storages(t)}
             for s in sorted(touched):
                 if s in last:
                     deps[last[s]] = None
-                if s in mine:
+                if s in written:
                     after.update(dict.fromkeys(readers[s]))
             for s in touched:
                 readers[s].append(n)
-            for s in mine:
+            for s in written:
                 last[s], readers[s] = n, []
                 self.writers[s].append(n)
-            if mine:
+            if written:
                 self.written_tensors[n] = targets
             self.deps[n], self.order_deps[n] = list(deps), list(after)
 
@@ -276,14 +276,14 @@ class GraphAnalysis:
     def _find_aliases(self) -> StorageAliases:
         """Join storages that are the same memory, also of attributes and inputs that tracers treat as distinct."""
         first: dict[int, int] = {}  # by real storage
-        found = StorageAliases()
+        aliases = StorageAliases()
         for n in self.nodes:
             held = find_attribute(self.gm, str(n.target)) if n.op == "get_attr" else self.examples.get(n)
             if self.tensor(n) is not None and isinstance(held, torch.Tensor):
-                (mine,), (real,) = list_storage_ids(self.value[n]), list_storage_ids(held)
-                found.join(first.setdefault(real, mine), mine)
-        found.join_views(self.nodes, self.value)
-        return found
+                (storage,), (real,) = list_storage_ids(self.value[n]), list_storage_ids(held)
+                aliases.join(first.setdefault(real, storage), storage)
+        aliases.join_views(self.nodes, self.value)
+        return aliases
 
     def keeps_order(self, n: fx.Node) -> bool:
         """Return whether no node may move across this one."""
@@ -292,22 +292,22 @@ class GraphAnalysis:
     # ------------------------------------------------------------------ what follows from what
     def _find_weights(self) -> dict[fx.Node, torch.Tensor]:
         """Parameters and buffers by node. If the graph marks none, inputs that are likely weights."""
-        found: dict[fx.Node, torch.Tensor] = {}
+        weights: dict[fx.Node, torch.Tensor] = {}
         for n in self.nodes:
             if n.op == "get_attr" and isinstance(t := self.value[n], torch.Tensor):
                 held = find_attribute(self.gm, str(n.target))
-                found[n] = held if isinstance(held, torch.Tensor) else t
+                weights[n] = held if isinstance(held, torch.Tensor) else t
             elif n.op == "placeholder":
                 t = self.examples.get(n, self.value.get(n))
                 is_parameter = isinstance(t, nn.Parameter) or isinstance(self.value.get(n), nn.Parameter)
                 if isinstance(t, torch.Tensor) and (is_parameter or is_module_tensor(self.find_source_name(n))):
-                    found[n] = t
-        if any(n.op == "placeholder" or is_float_tensor(t) for n, t in found.items()):
-            return found
+                    weights[n] = t
+        if any(n.op == "placeholder" or is_float_tensor(t) for n, t in weights.items()):
+            return weights
         inputs: dict[fx.Node, Any] = {
             n: self.examples.get(n, self.value.get(n)) for n in self.nodes if n.op == "placeholder"
         }
-        return found | {n: inputs[n] for n in guess_weights(self.gm.graph, inputs)}
+        return weights | {n: inputs[n] for n in guess_weights(self.gm.graph, inputs)}
 
     def _is_size(self, n: fx.Node) -> bool:
         """Return whether a number depends on sizes only; it then does not depend on the values of the sized tensor."""

@@ -72,24 +72,24 @@ def rewrite_regions(
         names: for a body, the names of regions that exist already.
     """
     names = set() if names is None else names
-    found = find_regions(gm, example_inputs, plan, origins, names)
+    regions = find_regions(gm, example_inputs, plan, origins, names)
     bodies: dict[str, fx.GraphModule] = {}
-    for name, values, inner in _iterate_called_bodies(found.analysis):
-        body, more = rewrite_regions(getattr(gm, name), values, plan, inner, names)
+    for name, values, inner in _iterate_called_bodies(regions.analysis):
+        body, inner_regions = rewrite_regions(getattr(gm, name), values, plan, inner, names)
         if body is not getattr(gm, name):
             bodies[name] = body
-        found.inside.append(more)
-    if not found.matched and not bodies:
-        return gm, found
+        regions.inside.append(inner_regions)
+    if not regions.matched and not bodies:
+        return gm, regions
     calls: list[tuple[ExtractedRegion, RegionCall]] = []
-    for region, proof in found.matched:
-        calls.append((region, region.build_call(found.analysis, proof.program)))
+    for region, proof in regions.matched:
+        calls.append((region, region.build_call(regions.analysis, proof.program)))
         for name, number in region.floats:
             record_constant(name, number)
-    out = splice(found.analysis, calls)
+    out = splice(regions.analysis, calls)
     for name, body in bodies.items():
         setattr(out, name, body)
-    return out, found
+    return out, regions
 
 
 def _iterate_called_bodies(analysis: GraphAnalysis) -> Iterator[tuple[str, list[Any], dict[fx.Node, fx.Node]]]:
@@ -224,9 +224,9 @@ def _rename_uniquely(region: ExtractedRegion, names: set[str]) -> ExtractedRegio
 
 def _list_candidate_bounds(search: RegionSearch, seed: fx.Node) -> list[RegionBounds]:
     """Return the bounds to try for a seed, most likely first."""
-    found = list(search.iterate_bounds(seed))
-    wider = [w for e in found[:1] if (w := search.widen(e)) is not None]
-    return (found[:1] + wider + found[1:])[:_MAX_BOUNDS]
+    bounds = list(search.iterate_bounds(seed))
+    wider = [w for e in bounds[:1] if (w := search.widen(e)) is not None]
+    return (bounds[:1] + wider + bounds[1:])[:_MAX_BOUNDS]
 
 
 def _mention_inputs(refusal: Refusal, search: list[RegionBounds], analysis: GraphAnalysis) -> Refusal:

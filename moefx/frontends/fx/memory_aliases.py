@@ -58,12 +58,14 @@ class StorageAliases:
         has_lost_views = False
         for n in nodes:
             for base, may_copy in _find_viewed_arguments(n, value):
-                for mine, theirs in _list_pairs(n, list_storage_ids(value.get(n)), list_storage_ids(value.get(base))):
+                for own_storage, theirs in _list_pairs(
+                    n, list_storage_ids(value.get(n)), list_storage_ids(value.get(base))
+                ):
                     if may_copy:
-                        copies.append((theirs, mine))
+                        copies.append((theirs, own_storage))
                     else:
-                        has_lost_views |= mine != theirs
-                        self.join(theirs, mine)
+                        has_lost_views |= own_storage != theirs
+                        self.join(theirs, own_storage)
         for pair in copies if has_lost_views else ():
             self.join(*pair)
 
@@ -78,14 +80,18 @@ def _find_viewed_arguments(n: fx.Node, value: Mapping[fx.Node, Any]) -> Iterator
     schema = n.target._schema
     returned = {s for r in schema.returns if r.alias_info is not None for s in r.alias_info.before_set}
     for a in schema.arguments:
-        found, alias = get_argument(n, a.name), a.alias_info
+        argument, alias = get_argument(n, a.name), a.alias_info
         # for lists, such as the result of `unbind`, only the argument declares it
-        if alias is not None and (alias.before_set & returned or "*" in alias.after_set) and isinstance(found, fx.Node):
-            yield found, n.target.overloadpacket.__name__ in _MAY_COPY
+        if (
+            alias is not None
+            and (alias.before_set & returned or "*" in alias.after_set)
+            and isinstance(argument, fx.Node)
+        ):
+            yield argument, n.target.overloadpacket.__name__ in _MAY_COPY
 
 
-def _list_pairs(n: fx.Node, mine: list[int], theirs: list[int]) -> Iterator[tuple[int, int]]:
+def _list_pairs(n: fx.Node, own_storages: list[int], theirs: list[int]) -> Iterator[tuple[int, int]]:
     """Pair the storages of a result with those of its base; an item of a list is paired with its own element."""
-    if n.target is operator.getitem and len(theirs) > 1 and isinstance(i := n.args[1], int) and len(mine) == 1:
+    if n.target is operator.getitem and len(theirs) > 1 and isinstance(i := n.args[1], int) and len(own_storages) == 1:
         theirs = theirs[i : i + 1 or None]
-    yield from ((m, t) for m in mine for t in theirs)
+    yield from ((m, t) for m in own_storages for t in theirs)

@@ -67,8 +67,10 @@ def is_library_call(n: fx.Node) -> bool:
 
 def is_plain_module(module: nn.Module) -> bool:
     """Return whether a module is torch's own, without hooks or another forward."""
-    every = [getattr(nn.modules.module, name, None) for name in dir(nn.modules.module) if name.startswith("_global_")]
-    is_hooked = bool(find_hook_kind(module)) or any(isinstance(h, dict) and h for h in every)
+    global_hooks = [
+        getattr(nn.modules.module, name, None) for name in dir(nn.modules.module) if name.startswith("_global_")
+    ]
+    is_hooked = bool(find_hook_kind(module)) or any(isinstance(h, dict) and h for h in global_hooks)
     return type(module).__module__.startswith("torch.nn.modules.") and not is_hooked and "forward" not in vars(module)
 
 
@@ -128,9 +130,9 @@ def _find_graph_effects(gm: fx.GraphModule) -> NodeEffects:
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
     writes, unknown = [], any(e.unknown for e in effects.values())
     for target in (t for e in effects.values() for t in e.writes):
-        mine = memory[target]
-        writes += [n for n in inputs if mine & memory[n]]
-        unknown |= not mine or any(mine & memory[n] for n in gm.graph.nodes if n.op == "get_attr")
+        written = memory[target]
+        writes += [n for n in inputs if written & memory[n]]
+        unknown |= not written or any(written & memory[n] for n in gm.graph.nodes if n.op == "get_attr")
     return NodeEffects(tuple(dict.fromkeys(writes)), any(e.draws for e in effects.values()), unknown)
 
 
@@ -163,9 +165,9 @@ def _find_schemas(n: fx.Node) -> list[Any]:
 
 @functools.cache
 def _find_packet(name: str) -> Any:
-    found = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
     return (
-        found if isinstance(found, torch._ops.OpOverloadPacket) else None
+        packet if isinstance(packet, torch._ops.OpOverloadPacket) else None
     )  # not its Python attributes, such as __eq__
 
 
@@ -191,11 +193,11 @@ def _find_written_arguments(n: fx.Node, arguments: dict[str, Any]) -> Iterator[f
         yield from _list_nodes(arguments.get("weight"))
 
 
-def _list_nodes(found: Any) -> list[fx.Node]:
+def _list_nodes(argument: Any) -> list[fx.Node]:
     """Return the nodes in an argument, also in nested lists."""
-    if isinstance(found, (tuple, list)):
-        return [n for part in found for n in _list_nodes(part)]
-    return [found] if isinstance(found, fx.Node) else []
+    if isinstance(argument, (tuple, list)):
+        return [n for part in argument for n in _list_nodes(part)]
+    return [argument] if isinstance(argument, fx.Node) else []
 
 
 def _draws_random_numbers(n: fx.Node, arguments: dict[str, Any]) -> bool:

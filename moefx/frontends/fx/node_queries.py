@@ -45,13 +45,13 @@ def get_size_hint(n: Any) -> int:
         Refused: the size depends on data.
     """
     if isinstance(n, torch.SymInt):
-        found = n.node.hint
-        if found is None:
+        hint = n.node.hint
+        if hint is None:
             raise Refused(
                 "the number of rows depends on data, which is not supported in graphs",
                 remedy="moefx.compile(model) supports sizes that depend on the selected experts",
             )
-        return int(found)
+        return int(hint)
     return int(n)
 
 
@@ -75,8 +75,8 @@ def find_selected_axis(n: fx.Node) -> int | None:
     name = get_op_name(n)
     at = 2 if name in ("topk", "kthvalue") else 1
     last = name not in ("max", "min", "argmax", "argmin")  # without an axis
-    found = n.kwargs.get("dim", next((a for a in n.args[at:] if type(a) is int), -1 if last else None))
-    return found if type(found) is int else None
+    axis = n.kwargs.get("dim", next((a for a in n.args[at:] if type(a) is int), -1 if last else None))
+    return axis if type(axis) is int else None
 
 
 def find_functorch_nesting(n: fx.Node) -> tuple[str, int] | None:
@@ -86,15 +86,15 @@ def find_functorch_nesting(n: fx.Node) -> tuple[str, int] | None:
     if name in ("enter_inference_mode", "exit_inference_mode"):
         return "torch.inference_mode", 1 if name.startswith("enter") else -1
     for step, word in ((1, "increment"), (-1, "decrement")):
-        kind, found, _ = name.partition(f"_{word}_nesting")
-        if found:
+        kind, separator, _ = name.partition(f"_{word}_nesting")
+        if separator:
             return {"vmap": "torch.vmap", "grad": "torch.func.grad or vjp"}.get(kind, f"torch.func.{kind}"), step
     return None
 
 
 def find_user_sources(n: fx.Node, position: int) -> tuple[Source, ...]:
     """Return the user's lines that made a node, innermost first; its position if it has no stack trace."""
-    found = []
+    sources = []
     lines = str(n.stack_trace or "").splitlines()
     for i, text in enumerate(lines):
         parts = text.strip().split('"')
@@ -106,5 +106,5 @@ def find_user_sources(n: fx.Node, position: int) -> tuple[Source, ...]:
             if below.strip().startswith('File "'):
                 break
             rest.append(below)
-        found.append(Source(parts[1], int(number) if number.isdigit() else 0, hash("\n".join(rest))))
-    return tuple(reversed(found)) or (Source("graph", position, 0),)
+        sources.append(Source(parts[1], int(number) if number.isdigit() else 0, hash("\n".join(rest))))
+    return tuple(reversed(sources)) or (Source("graph", position, 0),)

@@ -162,8 +162,8 @@ def _prove(analysis: GraphAnalysis, region: ExtractedRegion, plan: Plan) -> Cach
             ) from error
         if len({e for group in result.match.groups for e in group.ids}) == 1:
             # The condition for using a single expert may match by chance.
-            what = "it contains one expert only, and does not form a mixture with the others"
-            raise Refused(what, source=region.source)
+            reason = "it contains one expert only, and does not form a mixture with the others"
+            raise Refused(reason, source=region.source)
         verdict = _check_numerically(analysis, region, result, plan)
         result = finish_block(block, result, plan)
         program = build_program(block, result, args, {}, dtype)

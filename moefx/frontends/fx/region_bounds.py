@@ -122,9 +122,9 @@ class RegionSearch:
         """Yield possible exits. The window grows until one is found or nothing is left."""
         window = _FIRST_WINDOW
         while True:
-            found = list(self._iterate_exits_within(seed, window))
-            if found or not self._is_cut_off:
-                yield from found
+            exits = list(self._iterate_exits_within(seed, window))
+            if exits or not self._is_cut_off:
+                yield from exits
                 return
             window *= 4
 
@@ -157,7 +157,7 @@ class RegionSearch:
         """Return the nodes after a selection that contain a product: of a weight and selected rows, or of a weight and
         all rows, computed beside the selection.
         """
-        analysis, found, beside = self.analysis, set(), set()
+        analysis, products, beside = self.analysis, set(), set()
         before = _find_nodes_before(seed, analysis)
         first, last = max(0, analysis.position[seed] - _BACK), analysis.position[following[-1]]
         for n in analysis.nodes[first:last]:
@@ -171,9 +171,9 @@ class RegionSearch:
             if any(d in analysis.weight_only or d in weighed for d in analysis.deps[n]):
                 weighed.add(n)
             is_product = n in weighed and _is_product(n) and self._is_rows(n)
-            if is_product or any(d in found or d in beside for d in analysis.deps[n]):
-                found.add(n)
-        return found
+            if is_product or any(d in products or d in beside for d in analysis.deps[n]):
+                products.add(n)
+        return products
 
     def _reaches_results(self, n: fx.Node, now: fx.Node, multiplied: set[fx.Node], idle: set[fx.Node]) -> bool:
         """Return whether a value still reaches the experts' results, other than as a number.
@@ -287,25 +287,27 @@ def find_selections(nodes: Sequence[fx.Node], analysis: GraphAnalysis) -> tuple[
 
 def _find_dominators(analysis: GraphAnalysis) -> dict[fx.Node, fx.Node | None]:
     """Immediate dominators among active nodes. Side inputs do not count as paths into a region."""
-    found: dict[fx.Node, fx.Node | None] = {}
+    dominators: dict[fx.Node, fx.Node | None] = {}
     depth: dict[fx.Node | None, int] = {None: 0}
     for n in analysis.nodes:
         if n not in analysis.active:
             continue
-        ways = [
-            d for d in analysis.deps[n] if d in found and (d not in analysis.side_inputs or n in analysis.side_inputs)
+        paths = [
+            d
+            for d in analysis.deps[n]
+            if d in dominators and (d not in analysis.side_inputs or n in analysis.side_inputs)
         ]
-        common: fx.Node | None = ways[0] if ways else None
-        for d in ways[1:]:
+        common: fx.Node | None = paths[0] if paths else None
+        for d in paths[1:]:
             other: fx.Node | None = d
             while common is not other:
                 if depth[common] >= depth[other]:
-                    common = found[common] if common is not None else None
+                    common = dominators[common] if common is not None else None
                 else:
-                    other = found[other] if other is not None else None
-        found[n] = common
+                    other = dominators[other] if other is not None else None
+        dominators[n] = common
         depth[n] = depth[common] + 1
-    return found
+    return dominators
 
 
 def _is_product(n: fx.Node) -> bool:
@@ -328,19 +330,19 @@ def _uses_indices(n: fx.Node, analysis: GraphAnalysis) -> bool:
 def _find_nodes_after(seed: fx.Node, analysis: GraphAnalysis, most: int) -> tuple[list[fx.Node], bool]:
     """Return the nodes that depend on a node, itself included, in program order; and whether there are more than
     `most`."""
-    found, seen, heap = [], {seed}, [(analysis.position[seed], seed)]
+    following, seen, heap = [], {seed}, [(analysis.position[seed], seed)]
     while heap:
         _, n = heapq.heappop(heap)
         if n.op == "output":
             continue
-        if len(found) == most:
-            return found, True
-        found.append(n)
+        if len(following) == most:
+            return following, True
+        following.append(n)
         for u in analysis.users[n]:
             if u not in seen:
                 seen.add(u)
                 heapq.heappush(heap, (analysis.position[u], u))
-    return found, False
+    return following, False
 
 
 def _find_nodes_before(seed: fx.Node, analysis: GraphAnalysis) -> set[fx.Node]:

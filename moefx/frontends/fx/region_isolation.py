@@ -67,7 +67,7 @@ def _check_saved_tensors(analysis: GraphAnalysis, bounds: RegionBounds, inside: 
     Raises:
         Refused: a saved tensor changes, or a duplicate would split gradients.
     """
-    mine = find_removable(bounds, analysis)
+    removable = find_removable(bounds, analysis)
     read = dict.fromkeys(a for n in bounds.inside for a in n.all_input_nodes)
     for n in bounds.inside:
         leaves = [
@@ -75,7 +75,7 @@ def _check_saved_tensors(analysis: GraphAnalysis, bounds: RegionBounds, inside: 
             for u in n.users
             if u in analysis.position and u not in inside and (u.op == "output" or u in analysis.autograd_readers)
         ]
-        if n not in mine and leaves and _has_gradient(analysis, n):
+        if n not in removable and leaves and _has_gradient(analysis, n):
             raise Refused(
                 f"the graph also returns {n.name}, which is computed from weights: the region computes it again, and "
                 "gradients would reach one of the two only",
@@ -169,7 +169,7 @@ def check_shared_memory(
     values = [set(analysis.find_storages(n)) for n in (*inputs, *outputs)]
     for storage in set().union(*values[len(inputs) :]):
         later = [w for w in analysis.writers[storage] if w not in inside and analysis.position[w] > start]
-        if later and sum(storage in mine for mine in values) > 1:
+        if later and sum(storage in storages for storages in values) > 1:
             raise Refused(
                 "a tensor that shares memory with a result of the region is written to in place outside of it",
                 source=analysis.find_source_line(later[0]),
@@ -181,9 +181,9 @@ def find_removable(bounds: RegionBounds, analysis: GraphAnalysis) -> dict[fx.Nod
     computed twice, unless they are random, written to, or depend on random numbers of the region.
     """
     written = set[int]().union(*map(analysis.find_written_memory, bounds.inside))
-    found: dict[fx.Node, None] = {}
+    removable: dict[fx.Node, None] = {}
     for n in bounds.inside:
         is_own = n in analysis.active or analysis.effects[n].draws or not written.isdisjoint(analysis.find_storages(n))
-        if is_own or any(d in found for d in analysis.deps[n]):
-            found[n] = None
-    return found
+        if is_own or any(d in removable for d in analysis.deps[n]):
+            removable[n] = None
+    return removable

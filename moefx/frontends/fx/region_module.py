@@ -36,12 +36,12 @@ class Region(nn.Module):
         super().__init__()
         self.code, self.names = code, names
         for name, t in zip(names, weights, strict=True):
-            owner, _, own = name.rpartition(".")
+            owner, _, leaf = name.rpartition(".")
             module = _make_submodule(self, owner)
             if isinstance(t, nn.Parameter):
-                module.register_parameter(own, t)
+                module.register_parameter(leaf, t)
             else:
-                module.register_buffer(own, t)
+                module.register_buffer(leaf, t)
 
     def forward(self, x: torch.Tensor, *args: torch.Tensor) -> tuple[Any, ...]:
         return self.code.run((x, *args), [_find_tensor(self, name) for name in self.names])
@@ -108,26 +108,26 @@ class ExtractedRegion:
         Raises:
             Refused: the region reads integers with unknown values.
         """
-        found, dims = [], self._find_example_dims()
+        arguments, dims = [], self._find_example_dims()
         for n, shape in zip(self.inputs, self.shapes, strict=True):
             t = analysis.value[n]
             known, sizes = (
                 [s.at(d) if isinstance(s, SizeExpression) else int(s) for s in shape] for d in (self.dims, dims)
             )
             if t.is_floating_point():
-                found.append(torch.empty(sizes, dtype=t.dtype, device="meta"))
+                arguments.append(torch.empty(sizes, dtype=t.dtype, device="meta"))
                 continue
             example = analysis.find_example_integers(n)
             if example is not None and list(example.shape) == known:
-                found.append(_repeat_to(example.cpu(), sizes))
+                arguments.append(_repeat_to(example.cpu(), sizes))
             elif t.dtype == torch.bool:
-                found.append(torch.zeros(sizes, dtype=t.dtype))
+                arguments.append(torch.zeros(sizes, dtype=t.dtype))
             else:
                 raise Refused(
                     f"it receives integers that the graph computes ({n.name}), and their possible values are unknown",
                     source=analysis.find_source_line(n),
                 )
-        return tuple(found)
+        return tuple(arguments)
 
     def _find_example_dims(self) -> dict[str, int]:
         """Return the graph's sizes, each increased until no other size equals it, so that sizes identify the token

@@ -23,9 +23,9 @@ def name_weights(analysis: GraphAnalysis, bounds: RegionBounds, weights: tuple[f
     parts = [name.split(".") for name in full]
     if all(full) and len(set(full)) == len(full) and all(_has_own_name(analysis, n) for n in weights):
         module = _find_innermost_module(analysis, bounds)
-        own = [p for p in parts if p[: len(module)] == module] or parts
-        common = _find_common_prefix([p[:-1] for p in own])
-        short = [".".join(p[len(common) :] if p in own else p) for p in parts]
+        inside = [p for p in parts if p[: len(module)] == module] or parts
+        common = _find_common_prefix([p[:-1] for p in inside])
+        short = [".".join(p[len(common) :] if p in inside else p) for p in parts]
         prefixes = {s for name in short for s in _list_prefixes(name)}
         if (
             len(set(short)) == len(short)
@@ -60,14 +60,14 @@ def _format_letters(i: int) -> str:
 
 def _describe_role(n: fx.Node, depth: int) -> list[Any]:
     """Return the next ops, apart from changes of layout, that use a value, with the argument position of the value."""
-    found = []
+    uses = []
     for u in n.users:
         if get_op_name(u) in LAYOUT_OPS:
-            found += _describe_role(u, depth)
+            uses += _describe_role(u, depth)
         elif depth:
             at = next((i for i, a in enumerate(u.args) if a is n), -1)
-            found.append((get_op_name(u), at, tuple(_describe_role(u, depth - 1))))
-    return sorted(set(found), key=repr)
+            uses.append((get_op_name(u), at, tuple(_describe_role(u, depth - 1))))
+    return sorted(set(uses), key=repr)
 
 
 def _find_full_name(analysis: GraphAnalysis, n: fx.Node) -> str:
@@ -110,5 +110,5 @@ def _find_innermost_module(analysis: GraphAnalysis, bounds: RegionBounds) -> lis
 
 def _find_common_prefix(paths: list[list[str]]) -> list[str]:
     """Return the parts that all paths begin with."""
-    every = list(zip(*paths, strict=False))
-    return [column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, every)]
+    columns = list(zip(*paths, strict=False))
+    return [column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns)]

@@ -158,7 +158,7 @@ def _pair_outside_writes(
     """For each storage that the region reads: the outside writes before its last read, and those after its first read.
     The call reads all inputs at once, so a write in both lists makes a cycle.
     """
-    found = []
+    pairs = []
     for d in (*region.inputs, *region.weights):
         for s in analysis.find_storages(d):
             writers = [w for w in analysis.writers[s] if w not in inside]
@@ -170,8 +170,8 @@ def _pair_outside_writes(
             ]
             if writers and reads:
                 before = [w for w in writers if analysis.position[w] < max(reads)]
-                found.append((before, [w for w in writers if analysis.position[w] > min(reads)]))
-    return found
+                pairs.append((before, [w for w in writers if analysis.position[w] > min(reads)]))
+    return pairs
 
 
 def _emit_call(

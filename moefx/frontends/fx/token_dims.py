@@ -48,7 +48,7 @@ class TokenDims:
         names: tuple[str, ...] = NAMES[: len(self.axes)] if len(self.axes) > 1 else ("S",) * len(self.axes)
         self.names = names
         self.symbols = [sympy.Symbol(name, integer=True, positive=True) for name in names]
-        self.given = [shape[i] for i in self.axes]
+        self.axis_sizes = [shape[i] for i in self.axes]
         self.sizes = {name: get_size_hint(shape[i]) for name, i in zip(names, self.axes, strict=True)}
         if 0 in self.sizes.values():
             raise Refused(
@@ -56,7 +56,7 @@ class TokenDims:
             )
         # A symbolic size is never a number in the graph, so equal numbers are constants.
         self.fixed = [at for at, i in enumerate(self.axes) if type(shape[i]) is int]
-        self.expressions = {n.node.expr: s for n, s in zip(self.given, self.symbols, strict=True)
+        self.expressions = {n.node.expr: s for n, s in zip(self.axis_sizes, self.symbols, strict=True)
                             if isinstance(n, torch.SymInt)}  # fmt: skip
         numbers = [
             n for n in analysis.nodes if n.op == "call_function" and isinstance(analysis.value.get(n), _SYMBOLIC)
@@ -68,7 +68,7 @@ class TokenDims:
 
     def interpret_number(self, n: int) -> list[SizeExpression]:
         """List the products of token dims that a number may be. Dims with symbolic sizes are excluded."""
-        found = []
+        products = []
         for count in range(len(self.fixed), 0, -1):
             for chosen in itertools.combinations(self.fixed, count):
                 whole = math.prod(self.sizes[self.names[i]] for i in chosen)
@@ -76,8 +76,8 @@ class TokenDims:
                 if rest or not 1 <= times <= _MAX_FACTOR or (times > 1 and count < len(self.names) and chosen[-1] == 0):
                     continue
                 product = sympy.Mul(times, *(self.symbols[i] for i in chosen))
-                found.append((times, SizeExpression(_format_expression(product))))
-        return [size for _, size in sorted(found, key=lambda f: f[0])]
+                products.append((times, SizeExpression(_format_expression(product))))
+        return [size for _, size in sorted(products, key=lambda f: f[0])]
 
     def is_token_position(self, shape: Sequence[int], position: int) -> bool:
         """Return whether the number at `position` of a shape is probably a token dim.
@@ -103,8 +103,8 @@ class TokenDims:
         """
         expr = value.node.expr
         is_exact = all(getattr(e, "is_integer", False) for e in sympy.preorder_traversal(expr))
-        if is_exact and (found := self._list_integer_meanings(value)):
-            return [*found]
+        if is_exact and (meanings := self._list_integer_meanings(value)):
+            return [*meanings]
         node = node if node is not None and node.op.startswith("call") else self.computed.get(expr)
         if node in self.analysis.float_inputs:
             name = self.analysis.find_source_name(node.all_input_nodes[0])
@@ -122,8 +122,8 @@ class TokenDims:
     def _format_operands(self, operand: Any) -> list[str]:
         """Return the meanings of an operand as Python expressions."""
         value = simplify_size(self.analysis.value[operand]) if isinstance(operand, fx.Node) else operand
-        found = self.interpret_symbol(value, operand) if isinstance(value, _SYMBOLIC) else [value]
-        return [f"({s.text if isinstance(s, SizeExpression) else repr(s)})" for s in found]
+        meanings = self.interpret_symbol(value, operand) if isinstance(value, _SYMBOLIC) else [value]
+        return [f"({s.text if isinstance(s, SizeExpression) else repr(s)})" for s in meanings]
 
     def _list_integer_meanings(self, n: torch.SymInt) -> list[SizeExpression | int]:
         """Return the meanings of a symbolic integer by its expression."""
@@ -156,7 +156,7 @@ class TokenDims:
         """Return the product of token dims that the graph knows to equal a symbol of another input."""
         for count in range(len(self.names), 0, -1):
             for chosen in itertools.combinations(range(len(self.names)), count):
-                if statically_known_true(n == math.prod(self.given[i] for i in chosen)):
+                if statically_known_true(n == math.prod(self.axis_sizes[i] for i in chosen)):
                     return [SizeExpression("*".join(self.names[i] for i in chosen))]
         return []
 

@@ -55,29 +55,31 @@ _REFLECTION = {"__dict__", "vars", "__getstate__", "__reduce__", "__reduce_ex__"
 def find_attributes(block: nn.Module) -> dict[AttributeLocation, Any]:
     """Return the attributes of a block, of its submodules and of the objects that they hold. Modes (`training`) are
     left out: `record_reads` records these itself."""
-    found: dict[AttributeLocation, Any] = {}
+    attributes: dict[AttributeLocation, Any] = {}
     for path, module in block.named_modules():
         for name, value in attributes_of(module).items():
             if isinstance(value, nn.Module) or name in MODULE_INTERNALS:
                 continue
-            found[AttributeLocation(path, name)] = value
-            found |= {AttributeLocation(path, name, inner): v for inner, v in _find_inner(value).items()}
-    return found
+            attributes[AttributeLocation(path, name)] = value
+            attributes |= {AttributeLocation(path, name, inner): v for inner, v in _find_inner(value).items()}
+    return attributes
 
 
-def _find_inner(thing: Any, depth: int = 3) -> dict[str, Any]:
+def _find_inner(obj: Any, depth: int = 3) -> dict[str, Any]:
     """Return the attributes of an object and of the configurations in it, by dotted path."""
-    if not depth or (is_plain(thing) and not is_configuration(thing)):  # a callable schedule is both
+    if not depth or (is_plain(obj) and not is_configuration(obj)):  # a callable schedule is both
         return {}
-    if isinstance(thing, (torch.Tensor, types.ModuleType)) or (depth < 3 and not is_configuration(thing)):
+    if isinstance(obj, (torch.Tensor, types.ModuleType)) or (depth < 3 and not is_configuration(obj)):
         return {}
-    found = attributes_of(thing)
-    return found | {f"{k}.{i}": v for k, value in found.items() for i, v in _find_inner(value, depth - 1).items()}
+    attributes = attributes_of(obj)
+    return attributes | {
+        f"{k}.{i}": v for k, value in attributes.items() for i, v in _find_inner(value, depth - 1).items()
+    }
 
 
 def find_globals(block: nn.Module) -> dict[AttributeLocation, Any]:
     """Return plain globals that the code of a block names, and plain attributes of objects among its globals."""
-    found: dict[AttributeLocation, Any] = {}
+    globals_read: dict[AttributeLocation, Any] = {}
     code = trace_closure(collect_code(block))
     for entry in code.globals:
         module = sys.modules.get(entry.module)
@@ -87,12 +89,12 @@ def find_globals(block: nn.Module) -> dict[AttributeLocation, Any]:
         if isinstance(value, type) and not is_namespace(value):
             continue
         if is_plain(value) and not isinstance(value, type):
-            found |= {where: value} if not callable(value) or _is_importable(value) else {}
+            globals_read |= {where: value} if not callable(value) or _is_importable(value) else {}
         elif isinstance(value, type) or type(value).__module__.split(".")[0] not in LIBRARIES:
             inner = {k: v for k, v in _find_inner(value).items() if code.names.issuperset(k.split("."))}
             inner = {where._replace(inner=k): v for k, v in inner.items() if is_plain(v) and not callable(v)}
-            found |= inner | ({where: value} if inner and is_configuration(value) else {})
-    return found
+            globals_read |= inner | ({where: value} if inner and is_configuration(value) else {})
+    return globals_read
 
 
 def _is_importable(function: Any) -> bool:
@@ -110,7 +112,7 @@ def find_tied_tensors(block: nn.Module) -> dict[AttributeLocation, AttributeLoca
     """Map each parameter or buffer that is the same tensor as an earlier one to that one. A capture reads all of them
     at the first location."""
     first: dict[int, AttributeLocation] = {}
-    found: dict[AttributeLocation, AttributeLocation] = {}
+    tied: dict[AttributeLocation, AttributeLocation] = {}
     for kind in (block.named_parameters, block.named_buffers):
         for name, t in kind(remove_duplicate=False):
             owner, _, key = name.rpartition(".")
@@ -118,8 +120,8 @@ def find_tied_tensors(block: nn.Module) -> dict[AttributeLocation, AttributeLoca
             before = first.setdefault(id(t), where)
             # A module that is registered twice is no tie.
             if before.name != key or find_owner(block, before) is not find_owner(block, where):
-                found[where] = before
-    return found
+                tied[where] = before
+    return tied
 
 
 @contextlib.contextmanager
@@ -137,8 +139,10 @@ def record_reads(block: nn.Module, watched: Iterable[AttributeLocation]) -> Iter
         by_class.setdefault((type(owner), where.attribute), {})[id(owner)] = where, before
     with contextlib.ExitStack() as stack:
         for (cls, name), locations in by_class.items():
-            before, found = vars(cls).get(name, MISSING), inspect.getattr_static(cls, name, MISSING)
-            if found is not MISSING and not is_plain(found):  # a descriptor that the class needs, such as a slot
+            before, inherited = vars(cls).get(name, MISSING), inspect.getattr_static(cls, name, MISSING)
+            if inherited is not MISSING and not is_plain(
+                inherited
+            ):  # a descriptor that the class needs, such as a slot
                 read |= {where for where, _ in locations.values()}
                 continue
             try:
@@ -224,9 +228,9 @@ def has_custom_train(model: nn.Module) -> bool:
     )
 
 
-def _instance_dict(thing: Any) -> dict[str, Any]:
+def _instance_dict(obj: Any) -> dict[str, Any]:
     """Return `__dict__` without calling a custom `__getattribute__`, which may read the watched attribute itself."""
-    return object.__getattribute__(thing, "__dict__")
+    return object.__getattribute__(obj, "__dict__")
 
 
 class _RecordingAttribute:
@@ -277,11 +281,11 @@ def find_holders(block: nn.Module, where: AttributeLocation) -> list[tuple[str, 
             owner = block.get_submodule(where.module)
         except AttributeError:
             owner = None
-    found = [("", owner)]
+    holders = [("", owner)]
     if where.inner:
         for name in [where.name, *where.inner.split(".")[:-1]]:
-            found.append((name, getattr(found[-1][1], name, None)))
-    return found
+            holders.append((name, getattr(holders[-1][1], name, None)))
+    return holders
 
 
 __all__ = [

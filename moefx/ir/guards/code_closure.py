@@ -68,35 +68,35 @@ def list_captured_values(value: Any) -> list[Any]:
 def trace_closure(code: Iterable[Any]) -> CodeClosure:
     """Follow the names in classes and functions to the functions, classes and modules that these names refer to."""
     classes: list[type] = []
-    found: dict[tuple[str, str], Global] = {}
+    globals_by_name: dict[tuple[str, str], Global] = {}
     all_names: set[str] = set()
     numbers: set[float] = set()
-    todo: list[Any] = [c for thing in code for c in (thing.__mro__ if isinstance(thing, type) else [thing])]
+    todo: list[Any] = [c for obj in code for c in (obj.__mro__ if isinstance(obj, type) else [obj])]
     seen: set[int] = set()
     while todo:
-        thing = todo.pop()
-        if id(thing) in seen or not is_user_code(thing):
+        obj = todo.pop()
+        if id(obj) in seen or not is_user_code(obj):
             continue
-        seen.add(id(thing))
-        if isinstance(thing, type):
-            classes.append(thing)
-            todo += [*thing.__mro__[1:], *[_unwrap_member(v) for v in vars(thing).values()]]
+        seen.add(id(obj))
+        if isinstance(obj, type):
+            classes.append(obj)
+            todo += [*obj.__mro__[1:], *[_unwrap_member(v) for v in vars(obj).values()]]
             continue
-        thing = inspect.unwrap(thing) if callable(thing) else thing
-        if not isinstance(thing, types.FunctionType):
+        obj = inspect.unwrap(obj) if callable(obj) else obj
+        if not isinstance(obj, types.FunctionType):
             continue
-        codes = list(_with_nested(thing.__code__))
+        codes = list(_with_nested(obj.__code__))
         names = frozenset(name for code in codes for name in code.co_names)
         all_names |= names
         numbers |= {n for code in codes for c in code.co_consts for n in _numbers(c)}
-        for value in _list_defaults_and_closure(thing):
+        for value in _list_defaults_and_closure(obj):
             numbers |= {*_numbers(value)}
             todo.append(value if isinstance(value, (type, types.FunctionType)) else type(value))
-        for entry in _iter_globals(thing.__globals__, frozenset().union(*map(_global_names, codes)), names):
-            found[entry.module, entry.name] = entry
+        for entry in _iter_globals(obj.__globals__, frozenset().union(*map(_global_names, codes)), names):
+            globals_by_name[entry.module, entry.name] = entry
             numbers |= {*_numbers(entry.value)}
             todo.append(entry.value if isinstance(entry.value, (type, types.FunctionType)) else type(entry.value))
-    return CodeClosure(list(found.values()), classes, frozenset(all_names), frozenset(numbers))
+    return CodeClosure(list(globals_by_name.values()), classes, frozenset(all_names), frozenset(numbers))
 
 
 def _iter_globals(
@@ -121,9 +121,9 @@ def _global_names(code: types.CodeType) -> frozenset[str]:
     return frozenset(i.argval for i in dis.get_instructions(code) if "GLOBAL" in i.opname or i.opname == "LOAD_NAME")
 
 
-def is_user_code(thing: Any) -> bool:
+def is_user_code(obj: Any) -> bool:
     """Return whether a class or function belongs to the user's program, not to a library."""
-    return _is_user_module(getattr(thing, "__module__", None) or "builtins")
+    return _is_user_module(getattr(obj, "__module__", None) or "builtins")
 
 
 def _is_user_module(name: str) -> bool:

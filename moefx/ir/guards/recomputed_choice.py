@@ -55,10 +55,10 @@ def choice_arguments(names: Sequence[str]) -> tuple[int, ...]:
 
 def note_choice(op: str, arguments: Sequence[Any], saved: Sequence[Any]) -> RoutingChoice | None:
     """Return the routing of a forward, from the arguments that its op saves; None in a trace."""
-    found = [(i, a) for a in arguments for i, s in enumerate(saved) if s is a]
-    if not found or any(type(tensor) is not Tensor for _, tensor in found):
+    saved_arguments = [(i, a) for a in arguments for i, s in enumerate(saved) if s is a]
+    if not saved_arguments or any(type(tensor) is not Tensor for _, tensor in saved_arguments):
         return None
-    positions, tensors = zip(*found, strict=True)
+    positions, tensors = zip(*saved_arguments, strict=True)
     return RoutingChoice(running.block or f"moefx::{op}", positions, tensors)
 
 

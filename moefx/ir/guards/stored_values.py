@@ -36,17 +36,17 @@ MISSING = Missing.MISSING
 
 
 # ---------------------------------------------------------------------- kinds of values
-def attributes_of(thing: Any) -> dict[str, Any]:
+def attributes_of(obj: Any) -> dict[str, Any]:
     """Return the attributes of an instance and those that its classes define. Classes of torch are left out."""
     shared: dict[str, Any] = {}
-    classes = thing.__mro__ if isinstance(thing, type) else type(thing).__mro__
+    classes = obj.__mro__ if isinstance(obj, type) else type(obj).__mro__
     for cls in reversed(classes):
         if not cls.__module__.startswith(("torch.", "builtins")):
             shared |= {k: v for k, v in vars(cls).items() if not k.startswith("__") and _is_class_attribute(v)}
-    if isinstance(thing, type):
+    if isinstance(obj, type):
         return shared
-    slots = [name for cls in type(thing).__mro__ for name in vars(cls).get("__slots__", ()) if hasattr(thing, name)]
-    return {**shared, **{name: getattr(thing, name) for name in slots}, **getattr(thing, "__dict__", {})}
+    slots = [name for cls in type(obj).__mro__ for name in vars(cls).get("__slots__", ()) if hasattr(obj, name)]
+    return {**shared, **{name: getattr(obj, name) for name in slots}, **getattr(obj, "__dict__", {})}
 
 
 def _is_class_attribute(value: Any) -> bool:
@@ -71,19 +71,19 @@ def is_array(value: Any) -> bool:
     return type(value).__module__ == "numpy" and hasattr(value, "tobytes") and value.size <= _MAX_ITEMS
 
 
-def is_configuration(thing: Any) -> bool:
+def is_configuration(obj: Any) -> bool:
     """Return whether an object's fields are followed. Plain values are not; neither are objects of libraries (a logger,
     a process group)."""
-    if isinstance(thing, type):
-        return is_namespace(thing)
-    if isinstance(thing, (nn.Module, torch.Tensor, list, tuple, collections.abc.Mapping, *_PLAIN)):
+    if isinstance(obj, type):
+        return is_namespace(obj)
+    if isinstance(obj, (nn.Module, torch.Tensor, list, tuple, collections.abc.Mapping, *_PLAIN)):
         return False
-    return _is_user_class(type(thing)) or type(thing).__module__ in ("types", "argparse")
+    return _is_user_class(type(obj)) or type(obj).__module__ in ("types", "argparse")
 
 
-def is_namespace(thing: Any) -> bool:
+def is_namespace(obj: Any) -> bool:
     """Return whether a class serves as a configuration object itself: `class Config: top_k = 2`."""
-    return isinstance(thing, type) and _is_user_class(thing) and not issubclass(thing, (nn.Module, tuple, *_SUBCLASSED))
+    return isinstance(obj, type) and _is_user_class(obj) and not issubclass(obj, (nn.Module, tuple, *_SUBCLASSED))
 
 
 def _is_user_class(cls: type) -> bool:
@@ -115,8 +115,8 @@ class StoredTensor:
 class StoredClass:
     """The class of a value that cannot be compared, such as a logger in a container."""
 
-    def __init__(self, thing: Any):
-        self.cls = type(thing)
+    def __init__(self, obj: Any):
+        self.cls = type(obj)
 
     def holds(self, now: Any) -> bool:
         return type(now) is self.cls
@@ -128,9 +128,9 @@ class StoredClass:
 class StoredFieldNames(StoredClass):
     """The class and the field names of an object. Each field's value is guarded on its own."""
 
-    def __init__(self, thing: Any):
-        super().__init__(thing)
-        self.names, self.count = _public_fields(thing), len(getattr(thing, "__dict__", ()))
+    def __init__(self, obj: Any):
+        super().__init__(obj)
+        self.names, self.count = _public_fields(obj), len(getattr(obj, "__dict__", ()))
 
     def holds(self, now: Any) -> bool:
         if not super().holds(now):
@@ -144,9 +144,9 @@ class StoredFieldNames(StoredClass):
 class StoredObject(StoredFieldNames):
     """An object in a container: its class, field names, and comparable field values."""
 
-    def __init__(self, thing: Any, depth: int):
-        super().__init__(thing)
-        self.fields = {k: snapshot(v, depth) for k, v in attributes_of(thing).items() if can_snapshot(v, depth)}
+    def __init__(self, obj: Any, depth: int):
+        super().__init__(obj)
+        self.fields = {k: snapshot(v, depth) for k, v in attributes_of(obj).items() if can_snapshot(v, depth)}
 
     def holds(self, now: Any) -> bool:
         fields = attributes_of(now)
@@ -156,16 +156,16 @@ class StoredObject(StoredFieldNames):
         return f"{self.cls.__name__}({', '.join(f'{k}={v!r}' for k, v in self.fields.items())})"
 
 
-def _public_fields(thing: Any) -> frozenset[str]:
+def _public_fields(obj: Any) -> frozenset[str]:
     """Names of an object's fields, since code may ask which exist. Private fields do not count."""
-    return frozenset(name for name in getattr(thing, "__dict__", ()) if not name.startswith("_"))
+    return frozenset(name for name in getattr(obj, "__dict__", ()) if not name.startswith("_"))
 
 
 class StoredForward(StoredClass):
     """The `forward` of a called module. Wrappers such as FSDP replace the class but keep `forward`."""
 
-    def __init__(self, thing: Any):
-        super().__init__(thing)
+    def __init__(self, obj: Any):
+        super().__init__(obj)
         self.forward = getattr(self.cls, "forward", None)
 
     def holds(self, now: Any) -> bool:

@@ -149,8 +149,8 @@ def exchange_counts(
     """
     process_group = get_group(group)
     layout = _counts_layout(tuple(levels), dist.get_rank(process_group), near)
-    near_node = layout.node if near else []
-    kwargs = {"levels": levels, "num_slots": num_slots, "dedup": dedup, "near": near_node, "fingerprint": fingerprint}
+    node_range = layout.node_range if near else []
+    kwargs = {"levels": levels, "num_slots": num_slots, "dedup": dedup, "near": node_range, "fingerprint": fingerprint}
     by_chunk = [count_rows(place, **kwargs) for place in places]
     counts = torch.stack(by_chunk) if len(by_chunk) > 1 else by_chunk[0][None]
     sent = counts[:, layout.sent_indices(counts.device)].movedim(1, 0)
@@ -204,8 +204,8 @@ def read_counts(
     refuse_capture(
         counts, "copies numbers of rows to the host", 'Plan(dispatch="gather", max_tokens=...), whose exchange is even'
     )
-    own = get_group(group)
-    layout = _counts_layout(tuple(levels), dist.get_rank(own), near)
+    process_group = get_group(group)
+    layout = _counts_layout(tuple(levels), dist.get_rank(process_group), near)
     # No entry if a checkpoint kept the counts and reads them again.
     work, sampler = _in_transit.pop(heard.data_ptr(), (None, None))
     with raise_ranks_lost():
@@ -218,10 +218,10 @@ def read_counts(
     received = [  # [position][chunk]
         [list(itertools.islice(numbers, heard.shape[2])) for _ in range(heard.shape[1])] for _ in range(heard.shape[0])
     ]
-    samples = [by_chunk[0][-NUM_WORDS:] for by_chunk in received]
+    parameter_samples = [by_chunk[0][-NUM_WORDS:] for by_chunk in received]
     received = [[numbers[:-NUM_WORDS] for numbers in by_chunk] for by_chunk in received]
     if any(by_chunk[0][-1] != fingerprint for by_chunk in received):
-        ranks = dist.get_process_group_ranks(own)
+        ranks = dist.get_process_group_ranks(process_group)
         others = [rank for rank, by_chunk in zip(ranks, received, strict=True) if by_chunk[0][-1] != fingerprint]
         raise RanksLost(
             f"rank {dist.get_rank()} and {format_ranks(others)} do not run a block in the same way: give all ranks "
@@ -229,7 +229,7 @@ def read_counts(
             "attributes of modules"
         )
     if sampler is not None:
-        sampler.compare_samples(samples)
+        sampler.compare_samples(parameter_samples)
     splits = [layout.compute_splits(numbers, [p[i] for p in received]) for i, numbers in enumerate(local)]
     return [torch.tensor(pair, device="cpu") for by_hop in splits for pair in by_hop]
 
@@ -261,9 +261,9 @@ def count_rows(
     return torch.cat([*counts, *near_counts, slots.sum(0), counts[0].new_tensor([0, fingerprint])])
 
 
-def count_fields(levels: Sequence[int], near: Sequence[int]) -> int:
+def count_fields(levels: Sequence[int], node_range: Sequence[int]) -> int:
     """Return the number of results of `count_rows`."""
-    return sum(count_units(levels)) + (near[1] - near[0] if near else 0) + math.prod(levels) + 2
+    return sum(count_units(levels)) + (node_range[1] - node_range[0] if node_range else 0) + math.prod(levels) + 2
 
 
 class _CountsLayout:
@@ -275,19 +275,21 @@ class _CountsLayout:
     siblings.
 
     Attributes:
-        node: first and last + 1 of the positions of this node.
+        counts_node: whether rows within the node are counted apart, one count for each position.
+        coordinates: the position's coordinate at each level.
+        node_range: [begin, end), the positions of this node.
         near_begin: index of the first count for a position of this node. slots_begin: index of the first count of
             slots. zero: index of a 0; the fingerprint follows.
     """
 
-    def __init__(self, levels: Sequence[int], own: int, near: bool):
-        self.levels, self.near, self.position = list(levels), near, own
-        self.own = [own // math.prod(levels[j + 1 :]) % n for j, n in enumerate(levels)]
-        self.node = [own // levels[-1] * levels[-1], (own // levels[-1] + 1) * levels[-1]]
+    def __init__(self, levels: Sequence[int], position: int, counts_node: bool):
+        self.levels, self.counts_node, self.position = list(levels), counts_node, position
+        self.coordinates = [position // math.prod(levels[j + 1 :]) % n for j, n in enumerate(levels)]
+        self.node_range = [position // levels[-1] * levels[-1], (position // levels[-1] + 1) * levels[-1]]
         units = count_units(levels)
         self.begins = [sum(units[:j]) for j in range(len(levels))]  # index of each level's first count
         self.near_begin = sum(units)
-        self.slots_begin = self.near_begin + self.levels[-1] * near
+        self.slots_begin = self.near_begin + self.levels[-1] * counts_node
         self.zero = self.slots_begin + math.prod(levels)
         self._indices: dict[torch.device, Tensor] = {}
 
@@ -303,9 +305,9 @@ class _CountsLayout:
         for j, n in enumerate(self.levels[1:], 1):
             begin, parent = self.begins[j], position // math.prod(self.levels[j:])
             indices += range(begin + parent * n, begin + (parent + 1) * n)
-        if self.near:
-            is_near = self.node[0] <= position < self.node[1]
-            indices.append(self.near_begin + position - self.node[0] if is_near else self.zero)
+        if self.counts_node:
+            is_near = self.node_range[0] <= position < self.node_range[1]
+            indices.append(self.near_begin + position - self.node_range[0] if is_near else self.zero)
         return [*indices, self.slots_begin + position, self.zero + 1]
 
     def compute_splits(self, counts: list[int], received: list[list[int]]) -> list[Any]:
@@ -314,22 +316,22 @@ class _CountsLayout:
         within, begin = math.prod(self.levels[1:]), 1
         first = [numbers[0] for numbers in received[self.position % within :: within]]
         splits: list[Any] = [[counts[: self.levels[0]], first]]
-        for own, n in zip(self.own[1:], self.levels[1:], strict=True):
+        for coordinate, n in zip(self.coordinates[1:], self.levels[1:], strict=True):
             within //= n
             peers = received[self.position % within :: within]  # equal coordinates below the level: n of each unit
-            rows_to = [sum(numbers[begin + other] for numbers in peers[own::n]) for other in range(n)]
-            rows_from = [sum(numbers[begin + own] for numbers in peers[other::n]) for other in range(n)]
+            rows_to = [sum(numbers[begin + other] for numbers in peers[coordinate::n]) for other in range(n)]
+            rows_from = [sum(numbers[begin + coordinate] for numbers in peers[other::n]) for other in range(n)]
             splits.append([rows_to, rows_from])
             begin += n
-        if self.near:
-            near_from = [numbers[-3] for numbers in received[slice(*self.node)]]
+        if self.counts_node:
+            near_from = [numbers[-3] for numbers in received[slice(*self.node_range)]]
             splits.append([counts[self.near_begin : self.slots_begin], near_from])
         return [*splits, [sum(numbers[-2] for numbers in received)]]
 
 
 @functools.lru_cache(maxsize=64)
-def _counts_layout(levels: tuple[int, ...], own: int, near: bool) -> _CountsLayout:
-    return _CountsLayout(levels, own, near)
+def _counts_layout(levels: tuple[int, ...], position: int, counts_node: bool) -> _CountsLayout:
+    return _CountsLayout(levels, position, counts_node)
 
 
 # -- registration

@@ -79,7 +79,7 @@ def _project_down(call: ExpertMlpCall, act: Tensor) -> Tensor:
 
 def _biased(call: ExpertMlpCall, hidden: Sequence[Tensor]) -> list[Tensor]:
     """Return the up-projections, with biases that are added in another dtype."""
-    return [_add_apart(call, *each) for each in zip(hidden, call.up_bias, call.body.up, strict=True)]
+    return [_add_apart(call, *operands) for operands in zip(hidden, call.up_bias, call.body.up, strict=True)]
 
 
 def _with_weight(call: ExpertMlpCall, env: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -334,8 +334,10 @@ def _gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
     def compute_matrices(need_up: bool, need_down: bool) -> Sequence[Any]:
         needs = [False, False, need_up, False, need_down, False]
         arguments = (grads[0], *fixed, *lists[:4], factors)
-        found = iter(expert_mlp_backward(*arguments, **all_parts, needs=needs, part="weights"))
-        return _take_group(found, up, body.up, 2, need_up), _take_group(found, down, (body.down,), 2, need_down)
+        weight_gradients = iter(expert_mlp_backward(*arguments, **all_parts, needs=needs, part="weights"))
+        return _take_group(weight_gradients, up, body.up, 2, need_up), _take_group(
+            weight_gradients, down, (body.down,), 2, need_down
+        )
 
     later.compute_matrices = compute_matrices  # pyright: ignore[reportAttributeAccessIssue]
     return [*gradients, up[0].new_empty(0)]

@@ -56,7 +56,7 @@ class ExpertMlpCall:
             )
         dtype = expert_gemms.check_dtypes("expert_mlp", x, (*up, *up_bias, *down, *down_bias), dtype)
         weight_dtype = None if row_weights is None else row_weights.dtype
-        down_biases = _split(down_bias, (parsed.down,), of_bias=True, what="down_bias")
+        down_biases = _split(down_bias, (parsed.down,), of_bias=True, argument="down_bias")
         return cls(
             body=parsed,
             x=x,
@@ -64,9 +64,9 @@ class ExpertMlpCall:
             expert_offsets=expert_offsets,
             inverse=inverse,
             w=None if row_weights is None else row_weights[:, None],
-            up=_split(up, parsed.up, of_bias=False, what="up"),
-            up_bias=_split(up_bias, parsed.up, of_bias=True, what="up_bias"),
-            down=_split(down, (parsed.down,), of_bias=False, what="down")[0],
+            up=_split(up, parsed.up, of_bias=False, argument="up"),
+            up_bias=_split(up_bias, parsed.up, of_bias=True, argument="up_bias"),
+            down=_split(down, (parsed.down,), of_bias=False, argument="down")[0],
             down_bias=down_biases[0],
             dtype=dtype,
             act=parsed.act_in(dtype, weight_dtype),
@@ -115,10 +115,10 @@ class ExpertMlpCall:
         }
 
 
-def _split(tensors: Sequence[Tensor], gemms: Sequence[Gemm], *, of_bias: bool, what: str) -> list[Any]:
+def _split(tensors: Sequence[Tensor], gemms: Sequence[Gemm], *, of_bias: bool, argument: str) -> list[Any]:
     """Split a flat list by GEMM, with None for a GEMM without bias."""
     sizes = [g.num if g.bias or not of_bias else 0 for g in gemms]
     if sum(sizes) != len(tensors):
-        raise InvalidInput(f"moefx::expert_mlp: {what} has {len(tensors)} tensors, the body takes {sizes}")
+        raise InvalidInput(f"moefx::expert_mlp: {argument} has {len(tensors)} tensors, the body takes {sizes}")
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     return [list(tensors[end - size : end]) if size else None for size, end in zip(sizes, ends, strict=True)]

@@ -319,8 +319,8 @@ def _save_rows(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: S
 
 
 def _rows_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
-    found = iter(all_to_all_rows_backward(grads[1], *unpack_saved(ctx), **ctx.kwargs))
-    of_tokens, of_choices = ([next(found) if float else None for float in floats] for floats in ctx.floats)
+    gradients = iter(all_to_all_rows_backward(grads[1], *unpack_saved(ctx), **ctx.kwargs))
+    of_tokens, of_choices = ([next(gradients) if float else None for float in floats] for floats in ctx.floats)
     return of_tokens, of_choices, *(None,) * 7
 
 

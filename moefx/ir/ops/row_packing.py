@@ -98,13 +98,13 @@ def pack_rows(
     """
     room = max_rows(place, rank_offsets, dedup) if num_rows is None else num_rows
     token, slot = (ids[:room].to(torch.int64) for ids in (token_ids, slot_ids))
-    own = place[token, slot][:, None]
+    destination = place[token, slot][:, None]
     if dedup:
-        local, there = place[token], torch.div(own, num_slots, rounding_mode="floor")
+        local, there = place[token], torch.div(destination, num_slots, rounding_mode="floor")
         is_there = torch.div(local, num_slots, rounding_mode="floor") == there
         local = (local % num_slots).masked_fill_(~is_there, -1)
     else:
-        local = own % num_slots
+        local = destination % num_slots
     layout = layout_of_rows(tokens, choices, place, num_slots=num_slots, dedup=dedup)
     packed = layout.empty(room, place)
     of_choices = [c[token] if dedup else c[token, slot][:, None] for c in choices]

@@ -49,10 +49,10 @@ def agree_length(place: Tensor, *, fingerprint: int, host_group: str) -> Tensor:
     """
     refuse_capture(place, "agrees on the number of tokens between hosts", "Plan(max_tokens=...)")
     group = get_group(host_group)
-    own = torch.tensor([place.shape[0], fingerprint], dtype=torch.int64)
-    others = [torch.empty_like(own) for _ in range(group.size())]
+    length_and_fingerprint = torch.tensor([place.shape[0], fingerprint], dtype=torch.int64)
+    others = [torch.empty_like(length_and_fingerprint) for _ in range(group.size())]
     with raise_ranks_lost():
-        dist.all_gather(others, own, group=group)
+        dist.all_gather(others, length_and_fingerprint, group=group)
     numbers = torch.stack(others)
     if bool((numbers[:, 1] != fingerprint).any()):
         ranks = dist.get_process_group_ranks(group)
@@ -288,8 +288,8 @@ def _save_gather(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs:
 
 def _gather_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
     known = [g for g in grads[ctx.num_sent :] if g is not None]
-    found = iter(gather_tokens_backward(known, num_tokens=ctx.num_tokens))
-    of_tokens, of_choices = ([next(found) if float else None for float in floats] for floats in ctx.floats)
+    gradients = iter(gather_tokens_backward(known, num_tokens=ctx.num_tokens))
+    of_tokens, of_choices = ([next(gradients) if float else None for float in floats] for floats in ctx.floats)
     return of_tokens, of_choices, None, None
 
 

@@ -66,10 +66,10 @@ def _receive_first(rows: Tensor, sent: Sequence[int], received: Sequence[int], g
 def _exchange_with_own_row(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> Tensor:
     """Exchange rows, with one more row from each rank to itself, so that each rank receives something. Waits."""
     own_rank = dist.get_rank(get_group(group))
-    more = [[n + (rank == own_rank) for rank, n in enumerate(counts)] for counts in (sent, received)]
+    counts_with_own = [[n + (rank == own_rank) for rank, n in enumerate(counts)] for counts in (sent, received)]
     cut = sum(sent[: own_rank + 1])
     rows = torch.cat([rows[:cut], rows.new_zeros((1, *rows.shape[1:])), rows[cut:]])
-    arrived = wait(torch.ops._c10d_functional.all_to_all_single(rows, more[1], more[0], group))
+    arrived = wait(torch.ops._c10d_functional.all_to_all_single(rows, counts_with_own[1], counts_with_own[0], group))
     cut = sum(received[: own_rank + 1])
     return torch.cat([arrived[:cut], arrived[cut + 1 :]])
 

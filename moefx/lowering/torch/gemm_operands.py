@@ -35,7 +35,7 @@ class Buffer:
         if self.tensor is None:
             self.tensor = rows
         elif rows is not (part := self.slices[group.index]):
-            part.copy_(group.own(rows))
+            part.copy_(group.drop_padding(rows))
         return rows
 
 
@@ -77,8 +77,8 @@ class Parameters:
 
     def biased(self, group: Group, hidden: Sequence[Tensor]) -> list[Tensor]:
         """Add the biases that have another dtype than the GEMMs."""
-        each = enumerate(zip(hidden, self.apart, strict=True))
-        return [self.gemms.add_bias(group, h.to(dtype), self.up_bias[g]) if dtype else h for g, (h, dtype) in each]
+        numbered = enumerate(zip(hidden, self.apart, strict=True))
+        return [self.gemms.add_bias(group, h.to(dtype), self.up_bias[g]) if dtype else h for g, (h, dtype) in numbered]
 
     def project_down(self, group: Group, act: Tensor, out: Tensor | None = None) -> Tensor:
         if dtype := self.down_apart:

@@ -61,13 +61,13 @@ class WholeGroup:
 
     index = 0
 
-    def own(self, rows: Tensor) -> Tensor:
+    def drop_padding(self, rows: Tensor) -> Tensor:
         return rows
 
     def clear_padding(self, rows: Tensor, *, copy: bool = False) -> Tensor:
         return rows
 
-    repeat_last = own
+    repeat_last = drop_padding
 
 
 class GroupedGemms:

@@ -47,9 +47,9 @@ def _combine(
     ends = [*start[::_BLOCK].tolist(), row.shape[0]]
     for begin, first, end in zip(range(0, num_tokens, _BLOCK), ends, ends[1:], strict=False):
         block = slice(begin, begin + _BLOCK)
-        values, each = rows.index_select(0, row[first:end]).to(wide), torch.arange(end - first, device=row.device)
+        values, order = rows.index_select(0, row[first:end]).to(wide), torch.arange(end - first, device=row.device)
         part = None if weights is None else weights[first:end]
-        out[block] = torch.embedding_bag(values, each, start[block] - first, False, 0, False, part)[0]
+        out[block] = torch.embedding_bag(values, order, start[block] - first, False, 0, False, part)[0]
     return out
 
 

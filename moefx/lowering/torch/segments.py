@@ -71,7 +71,7 @@ class Group:
         """The end of the rows that the group reads, padding included."""
         return self.start + self.num_rows + self.padding
 
-    def own(self, rows: Tensor) -> Tensor:
+    def drop_padding(self, rows: Tensor) -> Tensor:
         """Return the rows without the padding."""
         return rows[: self.num_rows] if self.padding else rows
 
@@ -146,8 +146,8 @@ class SegmentGemms:
     # -- parameters --
 
     def weights(self, w: Sequence[Tensor], transposed: bool) -> Operands:
-        each = Operands(unstack_weights(w, self.dtype), self.dtype)
-        return each if transposed else self.flip(each)
+        operands = Operands(unstack_weights(w, self.dtype), self.dtype)
+        return operands if transposed else self.flip(operands)
 
     def flip(self, w: Operands) -> Operands:
         return Operands([matrix.t() for matrix in w.matrices], w.dtype)
@@ -228,8 +228,8 @@ class SegmentGemms:
         """Compute out[r] = rows[r] @ w[e] + summand[r], rounded once. Returns a new tensor if there is padding."""
         if group.padding:
             return linear(rows, w[group.experts[0]], summand)
-        each = (group.split(rows), group.split(summand), group.split(out))
-        for e, left, added, result in zip(group.experts, *each, strict=True):
+        splits = (group.split(rows), group.split(summand), group.split(out))
+        for e, left, added, result in zip(group.experts, *splits, strict=True):
             linear_into(result, left, w[e], added)
         return out
 
@@ -259,7 +259,7 @@ class SegmentGemms:
 
     def sum_rows(self, group: Group, rows: Tensor, out: Any, dtype: torch.dtype) -> Any:
         """out[e] = sum of the rows of e, in `dtype`."""
-        for e, part in zip(group.experts, group.split(group.own(rows)), strict=True):
+        for e, part in zip(group.experts, group.split(group.drop_padding(rows)), strict=True):
             out[e] = part.sum(0).to(dtype)
         return out
 
@@ -277,7 +277,7 @@ class TokenSum:
         self.total = torch.zeros(shape, dtype=wide, device=index.token_ids.device)
 
     def add(self, group: Group, rows: Tensor) -> None:
-        rows = group.own(rows)
+        rows = group.drop_padding(rows)
         wide = rows if rows.dtype is self.total.dtype else rows.to(self.total.dtype)
         self.total.index_add_(0, self.token_ids[group.index], wide)
 
@@ -294,7 +294,7 @@ class RowsToSum:
         self.slices = gemms.slices(self.rows)
 
     def add(self, group: Group, rows: Tensor) -> None:
-        self.slices[group.index].copy_(group.own(rows))
+        self.slices[group.index].copy_(group.drop_padding(rows))
 
     def result(self) -> Tensor:
         return combine(self.rows, None, self.index.token_ids, self.index.expert_offsets, self.index.inverse)
@@ -335,7 +335,7 @@ def _grouped_mm(
         else:
             product = gemms.multiply_add(group, read[group.index], operands, summands[group.index], part)
         if product is not part:
-            part.copy_(group.own(product))
+            part.copy_(group.drop_padding(product))
 
     gemms.for_each_group(run, multiplications=num_in * num_out)
     return gemms.finish_rows(out)

@@ -76,8 +76,10 @@ def find_fastest(
     global _spent
     with tuning_lock, pause_recording():
         if not _spent:  # warn once: the user waits
-            what = "timing GPU kernels for shapes that are not in the tuning table, for up to %.0f s (MOEFX_AUTOTUNE)"
-            _log.warning(what, seconds_left())
+            message = (
+                "timing GPU kernels for shapes that are not in the tuning table, for up to %.0f s (MOEFX_AUTOTUNE)"
+            )
+            _log.warning(message, seconds_left())
         _log.info("tuning %s: %d configurations, %.0f s left", name, len(candidates), seconds_left())
         begin = time.perf_counter()
         try:
@@ -128,7 +130,7 @@ def time_candidates(
             times[cut].append(milliseconds(functools.partial(trial, cut), repeats=repeats, warmup=1))
         except torch.cuda.OutOfMemoryError:  # timing needs more memory than the call itself
             times.pop(cut, None)
-            return {cut: found for cut, found in times.items() if found}, False
+            return {cut: durations for cut, durations in times.items() if durations}, False
     return times, is_complete
 
 

@@ -51,10 +51,10 @@ def count_kernel(
     expert = _experts_of(topk_ids, keep, entry, entry < num_entries, E, HAS_KEEP)
     bins = tl.arange(0, E_BINS)
     for queue in tl.static_range(QUEUES):
-        mine = expert < E
+        counted = expert < E
         if QUEUES > 1:
-            mine = mine & (entry % K == queue)
-        count = tl.histogram(expert, E_BINS, mask=mine)
+            counted = counted & (entry % K == queue)
+        count = tl.histogram(expert, E_BINS, mask=counted)
         tl.store(counts + (bins * QUEUES + queue) * num_blocks + block, count, mask=bins < E)
 
 
@@ -106,8 +106,8 @@ def scan_kernel(
         if still > 0:
             entry = full_block * BLOCK + tl.arange(0, BLOCK)
             at = _experts_of(topk_ids, keep, entry, entry < num_entries, E, HAS_KEEP)
-            mine = ((at == expert) & (entry % K == full_queue)).to(tl.int32)
-            is_last = (tl.cumsum(mine, 0) == still) & (mine > 0)
+            is_counted = ((at == expert) & (entry % K == full_queue)).to(tl.int32)
+            is_last = (tl.cumsum(is_counted, 0) == still) & (is_counted > 0)
             token = tl.sum(tl.where(is_last, entry // K, 0), 0)
             cut = full_queue * (num_entries // K) + token + 1
         tl.store(cuts + expert, cut)

@@ -24,10 +24,10 @@ def place_kernel(
     valid = in_list & (expert >= 0) & (expert < E)
     if HAS_KEEP:
         valid = valid & (tl.load(keep + entry, mask=in_list, other=0) != 0)
-    found = expert.to(tl.int32)
+    destination = expert.to(tl.int32)
     if HAS_TABLE:
-        found = tl.load(table + expert, mask=valid, other=-1)
-    tl.store(place + entry, tl.where(valid, found, -1), mask=in_list)
+        destination = tl.load(table + expert, mask=valid, other=-1)
+    tl.store(place + entry, tl.where(valid, destination, -1), mask=in_list)
 
 
 @triton.jit
@@ -57,8 +57,8 @@ def pilots_kernel(place, pilot, num_tokens, num_slots, K: tl.constexpr, BLOCK: t
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_list = token < num_tokens
     for k in tl.static_range(K):
-        found = _pilot(place, token, k, in_list, 0, 0, 0, 1, num_slots, K)
-        tl.store(pilot + token * K + k, found, mask=in_list)
+        rank = _pilot(place, token, k, in_list, 0, 0, 0, 1, num_slots, K)
+        tl.store(pilot + token * K + k, rank, mask=in_list)
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -70,9 +70,9 @@ def count_rows_kernel(place, counts, wanted, num_tokens, K: tl.constexpr, BINS: 
     """
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_list = token < num_tokens
-    told = wanted + tl.program_id(1) * 7
-    stored, units, slots, dedup = tl.load(told), tl.load(told + 1), tl.load(told + 2), tl.load(told + 3)
-    near, begin, end = tl.load(told + 4), tl.load(told + 5), tl.load(told + 6)
+    request = wanted + tl.program_id(1) * 7
+    stored, units, slots, dedup = tl.load(request), tl.load(request + 1), tl.load(request + 2), tl.load(request + 3)
+    near, begin, end = tl.load(request + 4), tl.load(request + 5), tl.load(request + 6)
     bins = tl.arange(0, BINS)
     count = tl.zeros((BINS,), tl.int32)
     for k in tl.static_range(K):

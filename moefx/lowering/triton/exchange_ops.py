@@ -183,9 +183,9 @@ def pack_rows(
     ]
     _, local, local_out = pairs.pop()
     send = _SendArrays(place, token_ids, slot_ids, rank_offsets)
-    own = (_INT32._replace(width=layout.columns[-1].width), layout.columns[-1].dtype, local, local_out)
+    expert_slots = (_INT32._replace(width=layout.columns[-1].width), layout.columns[-1].dtype, local, local_out)
     with use_device(packed.device):
-        _move(pairs[: len(tokens)], pairs[len(tokens) :], own, room, send, num_slots, by_choice=not dedup)
+        _move(pairs[: len(tokens)], pairs[len(tokens) :], expert_slots, room, send, num_slots, by_choice=not dedup)
     return packed
 
 
@@ -211,14 +211,14 @@ def split_columns(
     if places:
         of_result[-1] = torch.int32
     num_rows, device = sum([buffer.shape[0] for buffer in buffers]), buffers[0].device
-    found = [
+    columns = [
         torch.empty((num_rows, column.width), dtype=dtype, device=device)
         for column, dtype in zip(layout.columns, of_result, strict=True)
     ]
     row = 0
     with use_device(device):
         for buffer in buffers:
-            outs = found if len(buffers) == 1 else [out[row : row + buffer.shape[0]] for out in found]
+            outs = columns if len(buffers) == 1 else [out[row : row + buffer.shape[0]] for out in columns]
             row += buffer.shape[0]
             pairs = [
                 (column, _ColumnPosition(buffer, layout.num_bytes, begin), _ColumnPosition.of(out))
@@ -229,7 +229,7 @@ def split_columns(
                 column, source, out = pairs.pop()
                 last = (column, torch.int32, source, out)
             _move(*_split_by_width(pairs), last, buffer.shape[0])
-    return found
+    return columns
 
 
 def _split_by_width(pairs: Sequence[_Pair]) -> tuple[list[_Pair], list[_Pair]]:
@@ -255,7 +255,7 @@ def _move(
     if not num_rows:
         return
     top_k = 0 if send is None else send.place.shape[1]
-    own = (None, None, None) if send is None else send[1:]
+    sent_columns = (None, None, None) if send is None else send[1:]
     num_ranks = 0 if send is None else send.rank_offsets.shape[0] - 1
     for big, small, last in itertools.zip_longest(wide, narrow, [] if places is None else [places]):
         wide_column, wide_args = _column_arguments(big)
@@ -273,7 +273,7 @@ def _move(
         launch(
             rows.move_kernel,
             (cdiv(num_rows, bt), max(1, cdiv(width, bd))),
-            (*wide_args, width, *narrow_args, *place_args, *own, num_rows, num_slots, num_ranks),
+            (*wide_args, width, *narrow_args, *place_args, *sent_columns, num_rows, num_slots, num_ranks),
             {**constants, "K": top_k, "GATHER": send is not None, "BY_CHOICE": by_choice},
         )
 

@@ -94,12 +94,12 @@ def _act_backward_tile(
                 left_half, scale, w, h0, h1, dh0, dh1, scaled_act, first_row, n * BN, h_row, width, is_mine,
                 VJP, PARTS, JOINED, EVEN_N, STORE_ACT, USES_WEIGHT, BM, HALF,
             )  # fmt: skip
-            more, more_by_weight = _pointwise_backward(
+            dot_part, dot_part_by_weight = _pointwise_backward(
                 right_half, scale, w, h0, h1, dh0, dh1, scaled_act, first_row, n * BN + HALF, h_row, width, is_mine,
                 VJP, PARTS, JOINED, EVEN_N, STORE_ACT, USES_WEIGHT, BM, HALF,
             )  # fmt: skip
-            dot += more
-            by_weight += more_by_weight
+            dot += dot_part
+            by_weight += dot_part_by_weight
         else:
             QUARTER: tl.constexpr = BN // 4
             dot, by_weight = tl.zeros((BM,), tl.float32), tl.zeros((BM,), tl.float32)
@@ -107,13 +107,13 @@ def _act_backward_tile(
                 first, second = split_halves(left_half if half == 0 else right_half, BM, HALF)
                 for quarter in tl.static_range(2):
                     start = n * BN + half * HALF + quarter * QUARTER
-                    more, more_by_weight = _pointwise_backward(
+                    dot_part, dot_part_by_weight = _pointwise_backward(
                         first if quarter == 0 else second,
                         scale, w, h0, h1, dh0, dh1, scaled_act, first_row, start, h_row, width, is_mine,
                         VJP, PARTS, JOINED, EVEN_N, STORE_ACT, USES_WEIGHT, BM, QUARTER,
                     )  # fmt: skip
-                    dot += more
-                    by_weight += more_by_weight
+                    dot += dot_part
+                    by_weight += dot_part_by_weight
     if STORE_DOTS:
         at = dots + n.to(tl.int64) * num_rows + row
         if HAS_SCALE:

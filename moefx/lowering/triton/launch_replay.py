@@ -103,9 +103,9 @@ class Tape:
         self.fixed[_storage(tensor)] = tensor
 
     def record_apply(self, tensor: Tensor, function: Callable[..., Tensor], sources: Sequence[Tensor]) -> None:
-        found = tuple(map(self._source, sources))
-        self.playable &= None not in found
-        self.record_tensor(tensor, lambda slot: Apply(slot, function, found))
+        slots = tuple(map(self._source, sources))
+        self.playable &= None not in slots
+        self.record_tensor(tensor, lambda slot: Apply(slot, function, slots))
 
     def record_launch(self, run: Callable[..., Any], args: Sequence[Any]) -> None:
         template, pointers, descriptors = list(args), [], []

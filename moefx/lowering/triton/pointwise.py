@@ -93,16 +93,16 @@ def build_pointwise(text: str, widths: tuple[int, ...] | None = None, ptx: bool 
     """
     from .math_functions import build_function  # imports Triton, which `explain` does not need
 
-    found, body = derive_formulas(text, widths), ExpertBody.from_json(text)
+    formulas, body = derive_formulas(text, widths), ExpertBody.from_json(text)
     scaled = body.out != "y"
     return Pointwise(
-        act=build_function("act", found.parameters, found.vjp[:1], ptx),
-        vjp=build_function("vjp", (*found.parameters, "g"), found.vjp, ptx),
-        scale=build_function("scale", ("w",), [found.scale], ptx) if scaled else None,
-        scale_grad=build_function("scale_grad", ("w",), [found.scale_grad], ptx) if scaled else None,
+        act=build_function("act", formulas.parameters, formulas.vjp[:1], ptx),
+        vjp=build_function("vjp", (*formulas.parameters, "g"), formulas.vjp, ptx),
+        scale=build_function("scale", ("w",), [formulas.scale], ptx) if scaled else None,
+        scale_grad=build_function("scale_grad", ("w",), [formulas.scale_grad], ptx) if scaled else None,
         uses_weight="w" in pointwise_expression.list_variables(body.act),
-        joined=len(found.order) == 2 and body.parts[0][3] == 2,
-        num_parts=len(found.order),
+        joined=len(formulas.order) == 2 and body.parts[0][3] == 2,
+        num_parts=len(formulas.order),
     )
 
 

@@ -88,8 +88,8 @@ class Launch(NamedTuple):
         args = self.template.copy()
         for i, slot, offset in self.pointers:
             args[i] = point_at(tensors[slot], offset)
-        for i, slot, offset, like in self.descriptors:
-            args[i] = rebase(like, describe_address(tensors[slot], offset, like))
+        for i, slot, offset, recorded_descriptor in self.descriptors:
+            args[i] = rebase(recorded_descriptor, describe_address(tensors[slot], offset, recorded_descriptor))
         self.run(*args)
 
     @property
@@ -169,10 +169,10 @@ def _use_workspace(steps: Sequence[Step], results: Sequence[int], num_slots: int
     return [Allocate(workspace, (size,), torch.uint8, device), *kept], num_slots + 1
 
 
-def _find_room(taken: Iterable[tuple[int, int]], size: int) -> int:
+def _find_room(occupied: Iterable[tuple[int, int]], size: int) -> int:
     """Return the lowest aligned offset with room for `size` bytes."""
     begin = 0
-    for start, end in sorted(taken):
+    for start, end in sorted(occupied):
         if begin + size <= start:
             break
         begin = max(begin, -(-end // _ALIGNMENT) * _ALIGNMENT)
@@ -307,18 +307,18 @@ class Address:
         return self.address
 
 
-def rebase(like: Any, base: Any) -> Any:
-    """Return a copy of a tensor descriptor with another base."""
-    descriptor = object.__new__(type(like))  # skip the checks, which the recorded one passed
-    descriptor.__dict__.update(like.__dict__, base=base)
+def rebase(recorded_descriptor: Any, base: Any) -> Any:
+    """Return a copy of a recorded tensor descriptor with another base."""
+    descriptor = object.__new__(type(recorded_descriptor))  # skip the checks, which the recorded one passed
+    descriptor.__dict__.update(recorded_descriptor.__dict__, base=base)
     return descriptor
 
 
-def describe_address(tensor: Tensor, offset: int, like: Any) -> Any:
-    """Return what a descriptor has for its base: an address, or for the interpreter a tensor that begins there."""
+def describe_address(tensor: Tensor, offset: int, recorded_descriptor: Any) -> Any:
+    """Return the base of a descriptor at an offset of a tensor: an address, or for the interpreter a tensor."""
     if launching.INTERPRETED:
         start = tensor.storage_offset() + offset // tensor.element_size()
-        return tensor.as_strided(like.shape, like.strides, start)
+        return tensor.as_strided(recorded_descriptor.shape, recorded_descriptor.strides, start)
     return Address(tensor.data_ptr() + offset)
 
 

@@ -35,14 +35,14 @@ def schedule_kernel(expert_offsets, schedule, max_tiles, E: tl.constexpr, E_BINS
     end = tl.load(expert_offsets + bins + 1, mask=bins < E, other=0)
     num_tiles = (end - begin + BM - 1) // BM
     first = tl.sum(tl.where(bins < expert, num_tiles, 0), 0)
-    mine = tl.sum(tl.where(bins == expert, num_tiles, 0), 0)
+    own_tiles = tl.sum(tl.where(bins == expert, num_tiles, 0), 0)
     row = tl.sum(tl.where(bins == expert, begin, 0), 0)
     behind = tl.sum(tl.where(bins == expert, end, 0), 0)
-    for start in range(0, mine, 64):
+    for start in range(0, own_tiles, 64):
         tile = start + tl.arange(0, 64)
-        tl.store(schedule + first + tile, tl.zeros_like(tile) + expert, mask=tile < mine)
-        tl.store(schedule + max_tiles + first + tile, row + tile * BM, mask=tile < mine)
-        tl.store(schedule + 2 * max_tiles + first + tile, tl.zeros_like(tile) + behind, mask=tile < mine)
+        tl.store(schedule + first + tile, tl.zeros_like(tile) + expert, mask=tile < own_tiles)
+        tl.store(schedule + max_tiles + first + tile, row + tile * BM, mask=tile < own_tiles)
+        tl.store(schedule + 2 * max_tiles + first + tile, tl.zeros_like(tile) + behind, mask=tile < own_tiles)
     if expert == 0:
         tl.store(schedule + 3 * max_tiles, tl.sum(num_tiles, 0))
 

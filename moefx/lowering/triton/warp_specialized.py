@@ -165,9 +165,9 @@ def _launch(
     constants: dict[str, Any],
     cut: Config,
     bn: int = _BN,
-    **more: int,
+    **extra: int,
 ) -> None:
-    constants |= dict(BM=_BM, BN=bn, BK=_BK, STAGES=cut.stages, GROUP=cut.group, **more)
+    constants |= dict(BM=_BM, BN=bn, BK=_BK, STAGES=cut.stages, GROUP=cut.group, **extra)
     launch(kernel, run.grid(cut, num_tiles), args, constants, warps=_WARPS)
 
 

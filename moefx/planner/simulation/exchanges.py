@@ -12,7 +12,7 @@ from ..layout import Layout, PlannedDispatch
 from ..platforms import Network, Platform
 from ..step_formulas import row_widths
 from .network import build_fabric, draw_slowdowns
-from .routing_skew import count_choices, count_traffic, draw_choices, popularity
+from .routing_skew import compute_zipf_weights, count_choices, count_traffic, draw_choices
 
 _MOST_TOKENS = 2**19  # drawn tokens in all, about a second on one core
 _AT_ONCE = 2**15  # tokens of a chunk that fits the cache
@@ -52,16 +52,20 @@ class Exchanges:
         """
 
         def took(seconds: Tensor, network: Network) -> Tensor:
-            every = seconds[picked].expand(4, *picked.shape)
-            return every if stragglers is None else every * draw_slowdowns(network, every.shape, stragglers)
+            per_exchange = seconds[picked].expand(4, *picked.shape)
+            return (
+                per_exchange
+                if stragglers is None
+                else per_exchange * draw_slowdowns(network, per_exchange.shape, stragglers)
+            )
 
         *before, last = (took(self.hops[:, i], network) for i, network in enumerate(self.networks))
         first = sum(before, torch.zeros((), dtype=torch.float32))
         if self.beside is not None:
             first = torch.maximum(first, took(self.beside, self.networks[-1]))
-        found = first + last + self.handling[picked]
-        found[0] += self.counts
-        return found
+        seconds_of_passes = first + last + self.handling[picked]
+        seconds_of_passes[0] += self.counts
+        return seconds_of_passes
 
 
 def draw_exchanges(
@@ -77,8 +81,8 @@ def draw_exchanges(
         nothing = torch.zeros(1, 1, dtype=torch.float64)
         return Exchanges(nothing + 1, nothing, platform.networks[:1], None, nothing[0], 1)
     sizes, networks = platform.levels(layout.ep, int(groups[0, 1] - groups[0, 0]))
-    by_level = layout.way in ("rbd", "halo")
-    width = row_widths(model, layout)[{"flat": "w1", "gather": "w_all"}.get(layout.way, "w")]
+    by_level = layout.dispatch in ("rbd", "halo")
+    width = row_widths(model, layout)[{"flat": "w1", "gather": "w_all"}.get(layout.dispatch, "w")]
     latencies = [n.latency for n in networks] if by_level else [max(n.latency for n in networks)]
     tokens = max(layout.sequences * layout.tokens // (layout.tp if layout.ssmb else 1), 1)
     number = max(min(_MOST, _MOST_TOKENS // (layout.ep * tokens)), 1)
@@ -87,26 +91,26 @@ def draw_exchanges(
     for i in range(number - number % repeats):
         if i % repeats == 0:
             order = torch.randperm(model.num_experts, generator=generator)
-            weights = popularity(model.num_experts, skew)[order]
+            weights = compute_zipf_weights(model.num_experts, skew)[order]
         group = groups[i % len(groups)]
         # tensor ranks have the same tokens, unless the sequence is spread over them
         _, sequence = torch.unique(group if layout.ssmb else group // layout.tp, return_inverse=True)
-        moved, load = _draw_rows(weights, sequence, tokens, model.top_k, sizes, layout.way, generator)
+        moved, load = _draw_rows(weights, sequence, tokens, model.top_k, sizes, layout.dispatch, generator)
         links = build_fabric(platform, group.tolist())
         took = [links.busiest_link_seconds(rows * width) for rows in moved]
-        if layout.way == "halo":
+        if layout.dispatch == "halo":
             beside.append(took.pop() + latencies[-1])
         hops.append(torch.stack([seconds + latency for seconds, latency in zip(took, latencies, strict=True)]))
         loads.append(load.double() / (tokens * model.top_k))
         handling.append((moved.sum(1) + moved.sum(2)).sum(0).amax() * width * platform.handling / 2)
     used = networks if by_level else networks[:1]
     apart = torch.stack(beside) if beside else None
-    counts = 0.0 if layout.way == "gather" else max(n.latency for n in networks)
+    counts = 0.0 if layout.dispatch == "gather" else max(n.latency for n in networks)
     return Exchanges(torch.stack(loads), torch.stack(hops), used, apart, torch.stack(handling), repeats, counts)
 
 
 def _draw_rows(
-    weights: Tensor, sequence: Tensor, tokens: int, top_k: int, sizes: tuple[int, ...], way: PlannedDispatch,
+    weights: Tensor, sequence: Tensor, tokens: int, top_k: int, sizes: tuple[int, ...], dispatch: PlannedDispatch,
     generator: torch.Generator,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Draw the routing of one exchange.
@@ -122,7 +126,7 @@ def _draw_rows(
     for begin in range(0, tokens, at_once := max(_AT_ONCE // ranks, 1)):
         some = min(at_once, tokens - begin)
         choices = draw_choices(weights, drawn * some, top_k, generator).view(top_k, drawn, some)[:, sequence].flatten(1)
-        found = count_traffic(choices, torch.arange(ranks).repeat_interleave(some), len(weights), sizes, way)
-        moved = moved + torch.stack([*found.hops, *([] if found.beside is None else [found.beside])])
+        traffic = count_traffic(choices, torch.arange(ranks).repeat_interleave(some), len(weights), sizes, dispatch)
+        moved = moved + torch.stack([*traffic.hops, *([] if traffic.beside is None else [traffic.beside])])
         load = load + count_choices(choices, len(weights), ranks)
     return moved, load

@@ -22,12 +22,12 @@ class Fabric:
     """The links between n ranks of a group.
 
     Attributes:
-        capacity: [L] bytes a second of each link.
+        bandwidths: [L] bytes a second of each link.
         units: int64 [levels, n], the unit of each rank, fine to coarse. The last level has one unit.
         ports: int64 [levels, 2, n], the links out and in that a rank uses at each level.
     """
 
-    capacity: Tensor
+    bandwidths: Tensor
     units: Tensor
     ports: Tensor
 
@@ -41,10 +41,10 @@ class Fabric:
 
     def busiest_link_seconds_of_flows(self, sources: Tensor, targets: Tensor, flows: Tensor) -> Tensor:
         """Seconds until the busiest link has carried `flows` [..., F] bytes from `sources` [F] to `targets` [F]."""
-        loads = torch.zeros(*flows.shape[:-1], len(self.capacity) + 1, dtype=torch.float64)
+        loads = torch.zeros(*flows.shape[:-1], len(self.bandwidths) + 1, dtype=torch.float64)
         for path in self._paths(sources, targets):
             loads.index_add_(-1, path, flows.double())
-        return (loads[..., :-1] / self.capacity).amax(-1)
+        return (loads[..., :-1] / self.bandwidths).amax(-1)
 
     def fair_share_seconds(self, traffic: Tensor) -> float:
         """Seconds of an exchange whose flows share links fairly (max-min) at any moment, with an event for each flow.
@@ -55,7 +55,7 @@ class Fabric:
             traffic: [n, n] bytes.
         """
         left, paths, seconds = traffic.flatten().double(), self._paths(*_pairs(traffic)), 0.0
-        going = (left > 0) & (paths < len(self.capacity)).any(0)
+        going = (left > 0) & (paths < len(self.bandwidths)).any(0)
         while going.any():
             left, paths = left[going], paths[:, going]
             rates = self._shares(paths)
@@ -67,16 +67,16 @@ class Fabric:
     def _paths(self, sources: Tensor, targets: Tensor) -> Tensor:
         """int64 [2 * levels, F], the links on each path; L where a level is not used."""
         level = (self.units[:, sources] != self.units[:, targets]).sum(0)  # 0: within a node
-        none, found = torch.full_like(sources, len(self.capacity)), []
+        none, links = torch.full_like(sources, len(self.bandwidths)), []
         for i, (out, into) in enumerate(self.ports):
             used = level >= i if i else (level == 0) & (sources != targets)
-            found += [torch.where(used, out[sources], none), torch.where(used, into[targets], none)]
-        return torch.stack(found)
+            links += [torch.where(used, out[sources], none), torch.where(used, into[targets], none)]
+        return torch.stack(links)
 
     def _shares(self, paths: Tensor) -> Tensor:
         """Max-min fair rates by progressive filling: the link with the smallest share for each flow fills first."""
         rates = torch.zeros(paths.shape[1], dtype=torch.float64)
-        spare, is_open = self.capacity.clone(), torch.ones(paths.shape[1], dtype=torch.bool)
+        spare, is_open = self.bandwidths.clone(), torch.ones(paths.shape[1], dtype=torch.bool)
         while is_open.any():
             users = torch.bincount(paths[:, is_open].flatten(), minlength=len(spare) + 1)[:-1]
             share = torch.where(users > 0, spare / users, math.inf)
@@ -102,11 +102,11 @@ def build_fabric(platform: Platform, ranks: Sequence[int]) -> Fabric:
     capacity, ports, begin = [], [], 0
     for i, network in enumerate(platform.networks):
         # a port and a NIC for each rank; at coarser levels the unit's shared links
-        mine = torch.unique(units[i - 1], return_inverse=True)[1] if i > 1 else torch.arange(len(at))
-        each = torch.bincount(mine).double() * network.bandwidth
-        ports.append(torch.stack([begin + mine, begin + len(each) + mine]))
-        capacity += [each, each]
-        begin += 2 * len(each)
+        port = torch.unique(units[i - 1], return_inverse=True)[1] if i > 1 else torch.arange(len(at))
+        bandwidths = torch.bincount(port).double() * network.bandwidth
+        ports.append(torch.stack([begin + port, begin + len(bandwidths) + port]))
+        capacity += [bandwidths, bandwidths]
+        begin += 2 * len(bandwidths)
     return Fabric(torch.cat(capacity), units, torch.stack(ports))
 
 

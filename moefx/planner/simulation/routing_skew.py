@@ -19,8 +19,8 @@ from ..layout import PlannedDispatch
 _MOST = 2**40  # weight of the most popular expert. Integer weights exclude that rounding draws an expert twice.
 
 
-def popularity(num_experts: int, skew: float) -> Tensor:
-    """int64 [E]: weights of the experts, the most popular first, by Zipf's law: the n-th has n^-skew of the first."""
+def compute_zipf_weights(num_experts: int, skew: float) -> Tensor:
+    """Return integer weights of the experts by Zipf's law, int64 [E]: the n-th one has n^-skew of the first."""
     order = torch.arange(1, num_experts + 1, dtype=torch.float64)
     return (_MOST * order**-skew).round().long().clamp(min=1)
 
@@ -62,7 +62,7 @@ class Traffic:
 
 
 def count_traffic(
-    choices: Tensor, sources: Tensor, num_experts: int, sizes: Sequence[int], way: PlannedDispatch
+    choices: Tensor, sources: Tensor, num_experts: int, sizes: Sequence[int], dispatch: PlannedDispatch
 ) -> Traffic:
     """Count the rows that ranks send each other.
 
@@ -70,21 +70,21 @@ def count_traffic(
         choices: [K, T], as returned by `draw_choices`.
         sources: [T], the position of each token's rank.
         sizes: units within a unit of the level above, coarse to fine; their product is W.
-        way: "flat": a row for each slot. "dedup": a row for each rank. "rbd": a pilot for each unit, forwarded by the
-            rank at the sender's position there (X-MoE section 4.2). "halo": as "rbd", with the rows that stay in the
-            node in an exchange beside (Piper section V). "gather": a row for every rank.
+        dispatch: "flat": a row for each slot. "dedup": a row for each rank. "rbd": a pilot for each unit, forwarded by
+            the rank at the sender's position there (X-MoE section 4.2). "halo": as "rbd", with the rows that stay in
+            the node in an exchange beside (Piper section V). "gather": a row for every rank.
     """
     ranks = math.prod(sizes)
     to = choices // (num_experts // ranks)
-    if way == "flat":
-        return Traffic((_count_hop(to, sources, ranks, ranks, 1, None, again=True),))
-    if way == "gather":
+    if dispatch == "flat":
+        return Traffic((_count_hop(to, sources, ranks, ranks, 1, None, counts_slots=True),))
+    if dispatch == "gather":
         return Traffic((torch.bincount(sources, minlength=ranks)[:, None].expand(ranks, ranks),))
-    if way == "dedup":
+    if dispatch == "dedup":
         return Traffic((_count_hop(to, sources, ranks, ranks, 1),))
     behind = [ranks // units for units in itertools.accumulate(sizes, operator.mul, initial=1)]
     levels = list(itertools.pairwise(behind))
-    if way == "rbd":
+    if dispatch == "rbd":
         return Traffic(tuple(_count_hop(to, sources, ranks, *level) for level in levels))
     is_near = to // sizes[-1] == sources // sizes[-1]
     hops = tuple(_count_hop(to, sources, ranks, *level, ~is_near) for level in levels)
@@ -92,24 +92,30 @@ def count_traffic(
 
 
 def _count_hop(
-    to: Tensor, sources: Tensor, ranks: int, above: int, behind: int, which: Tensor | None = None, again: bool = False
+    to: Tensor,
+    sources: Tensor,
+    ranks: int,
+    above: int,
+    behind: int,
+    taking_part: Tensor | None = None,
+    counts_slots: bool = False,
 ) -> Tensor:
     """Count the rows of one hop between units of `behind` ranks inside of units of `above` ranks.
 
     In each unit the rank at the sender's position receives.
 
     Args:
-        which: [K, T], choices that take part; None: all.
-        again: count a row for each slot, not for each unit.
+        taking_part: bool [K, T], choices that take part; None: all.
+        counts_slots: count a row for each slot, not for each unit.
     """
     counts = torch.zeros(ranks * ranks, dtype=torch.int64)
     last = torch.full_like(sources, -1)
     for i, rank in enumerate(to):  # ascending, so equal units follow each other
         unit = rank // behind
-        new = torch.ones_like(unit, dtype=torch.bool) if again else unit != last
-        if which is not None:
-            new = new & which[i]
-            last = torch.where(which[i], unit, last)
+        new = torch.ones_like(unit, dtype=torch.bool) if counts_slots else unit != last
+        if taking_part is not None:
+            new = new & taking_part[i]
+            last = torch.where(taking_part[i], unit, last)
         else:
             last = unit
         sender = rank // above * above + sources % above

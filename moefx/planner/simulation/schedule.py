@@ -53,9 +53,9 @@ def run_schedule(
     """
     stages, most = forward.shape[:2]
     parts = torch.zeros_like(backward) if weights is None else weights
-    each = {"F": forward / chunks, "B": (backward - parts) / chunks, "W": parts / chunks}
+    durations = {"F": forward / chunks, "B": (backward - parts) / chunks, "W": parts / chunks}
     ops, start, end = run_events(
-        schedule, stages, most, lambda stage, op: each[op.kind][stage, op.microbatch],
+        schedule, stages, most, lambda stage, op: durations[op.kind][stage, op.microbatch],
         zero=torch.zeros(forward.shape[2:], dtype=forward.dtype), latest=torch.maximum,
         chunks=chunks, transfer=transfer,
     )  # fmt: skip

@@ -90,17 +90,17 @@ def build_stages(model: Architecture, layout: Layout, platform: Platform, expert
             platform, range(0, stage_ranks, layout.ep) if experts_first else range(replicas)
         ),
     }
-    formulas, found = find_step_sheet(layout, platform, experts_first), []
+    formulas, stages = find_step_sheet(layout, platform, experts_first), []
     for i in range(layout.pp):
-        (every, with_experts), is_last = layout.layers_of(model, i), i == layout.pp - 1
-        own = values | {
-            "L": every, "L_moe": with_experts, "l_t": every, "l_t_moe": with_experts, "h_t": int(is_last),
+        (num_layers, with_experts), is_last = layout.layers_of(model, i), i == layout.pp - 1
+        stage_values = values | {
+            "L": num_layers, "L_moe": with_experts, "l_t": num_layers, "l_t_moe": with_experts, "h_t": int(is_last),
             "n_logits": values["n_logits"] if is_last else 0,
             "n_emb": values["n_emb"] if i == 0 or is_last else 0, "n_p2p": 1,
         }  # fmt: skip
-        one, two = (formulas(**own | {"skew": skew}) for skew in (1.0, 2.0))
-        found.append(_stage(with_experts, own, one, two, layout.pp > 1))
-    return found
+        one, two = (formulas(**stage_values | {"skew": skew}) for skew in (1.0, 2.0))
+        stages.append(_stage(with_experts, stage_values, one, two, layout.pp > 1))
+    return stages
 
 
 def _stage(

@@ -60,9 +60,9 @@ class SimulatedStep:
 
     def __str__(self) -> str:
         rows = [("", "formulas", "simulated", "")]
-        for name, what in COMPONENTS.items():
-            theirs, own = (amount(round(of[name], 9) + 0.0, "s") for of in (self.formulas, self.components))
-            rows.append((name, theirs, own, what))
+        for name, meaning in COMPONENTS.items():
+            theirs, simulated = (amount(round(of[name], 9) + 0.0, "s") for of in (self.formulas, self.components))
+            rows.append((name, theirs, simulated, meaning))
         rows += [("step", amount(sum(self.formulas.values()), "s"), amount(self.seconds, "s"), "")]
         lines = [f"{row[0]:<16}{row[1]:<12}{row[2]:<12}{row[3]}".rstrip() for row in rows]
         lines += ["", f"formulas over simulated {self.ratio:.3f}; routing of skew {self.skew:g}, seed {self.seed}"]
@@ -121,10 +121,10 @@ def _simulate_step(
     layout.values(model)  # raises if they do not fit
     groups, pipelines = list_expert_groups(layout, experts_first)
     drawn = draw_exchanges(model, layout, platform, groups, skew, generator)
-    every = build_stages(model, layout, platform, experts_first)
+    stages = build_stages(model, layout, platform, experts_first)
     patterns, first_layer = len(drawn) // drawn.repeats, 0
     works: list[_StageTimes] = []
-    for stage in every:
+    for stage in stages:
         layers = torch.arange(first_layer, first_layer + stage.moe_layers)
         first_layer += stage.moe_layers
         shape = (stage.moe_layers, layout.microbatches, len(groups))
@@ -134,11 +134,13 @@ def _simulate_step(
         works.append(_simulate_stage(stage, drawn.load, picked, took, pipelines))
     forward, backward, weights = (torch.stack([getattr(w, name) for w in works]) for name in _DURATIONS)
     apart = weights if layout.schedule.startswith("zb") else None
-    timeline = run_schedule(layout.schedule, forward, backward, apart, chunks=layout.chunks, transfer=every[0].transfer)
+    timeline = run_schedule(
+        layout.schedule, forward, backward, apart, chunks=layout.chunks, transfer=stages[0].transfer
+    )
     ended = [end[-1].max().item() for end in timeline.end]
-    seconds = max(end + s.gradients + s.optimizer for end, s in zip(ended, every, strict=True))
+    seconds = max(end + s.gradients + s.optimizer for end, s in zip(ended, stages, strict=True))
     most = max(range(layout.pp), key=lambda i: (forward[i] + backward[i]).sum().item())
-    parts = works[most].parts | {"gradients": every[most].gradients, "optimizer": every[most].optimizer}
+    parts = works[most].parts | {"gradients": stages[most].gradients, "optimizer": stages[most].optimizer}
     left = seconds - sum(parts.values())
     if layout.pp > 1:
         parts["stages"] = left
@@ -194,18 +196,18 @@ def _simulate_stage(stage: Stage, load: Tensor, picked: Tensor, took: Tensor, pi
     parts: dict[str, float] = dict.fromkeys(("compute", "waiting", "exchanges", "tensor ranks", "parameters"), 0.0)
     computed, durations = torch.zeros(num_groups, load.shape[1], dtype=torch.float64), []
     there = took[:2].sum(0)
-    for what, exchanges in ((stage.forward, there), (stage.backward, took[2:].sum(0) + stage.again * there)):
-        experts = what.experts.seconds(load)
+    for work, exchanges in ((stage.forward, there), (stage.backward, took[2:].sum(0) + stage.again * there)):
+        experts = work.experts.seconds(load)
         layers = _wait_for_groups(exchanges + experts.amax(1)[picked], pipelines)
-        durations.append(layers.sum(0) + what.dense + what.tensor + what.parameters)
-        own = torch.stack(times).double() @ experts
-        computed += own + microbatches * what.dense
+        durations.append(layers.sum(0) + work.dense + work.tensor + work.parameters)
+        computing = torch.stack(times).double() @ experts
+        computed += computing + microbatches * work.dense
         moving = exchanges.sum((0, 1)).mean().item()
-        parts["compute"] += own.mean().item() + microbatches * what.dense
-        parts["waiting"] += layers[..., pipelines].sum((0, 1)).mean().item() - moving - own.mean().item()
+        parts["compute"] += computing.mean().item() + microbatches * work.dense
+        parts["waiting"] += layers[..., pipelines].sum((0, 1)).mean().item() - moving - computing.mean().item()
         parts["exchanges"] += moving
-        parts["tensor ranks"] += microbatches * what.tensor
-        parts["parameters"] += microbatches * what.parameters
+        parts["tensor ranks"] += microbatches * work.tensor
+        parts["parameters"] += microbatches * work.parameters
     weights = (
         _wait_for_groups(stage.weights.experts.seconds(load).amax(1)[picked], pipelines).sum(0) + stage.weights.dense
     )
@@ -215,23 +217,23 @@ def _simulate_stage(stage: Stage, load: Tensor, picked: Tensor, took: Tensor, pi
 def _wait_for_groups(seconds: Tensor, pipelines: Tensor) -> Tensor:
     """Reduce seconds [l, M, G] to [l, M, P]: the groups of a pipeline wait for each other in each layer."""
     number = int(pipelines.max()) + 1
-    found = seconds.new_zeros(*seconds.shape[:2], number)
-    return found.scatter_reduce_(2, pipelines.expand_as(seconds), seconds, "amax")
+    slowest = seconds.new_zeros(*seconds.shape[:2], number)
+    return slowest.scatter_reduce_(2, pipelines.expand_as(seconds), seconds, "amax")
 
 
 def _formula_components(
     model: Architecture, layout: Layout, platform: Platform, experts_first: bool
 ) -> dict[str, float]:
-    found = find_step_sheet(layout, platform, experts_first)(**collect_values(model, layout, platform, experts_first))
-    each = {"compute": found["T_compute"], "waiting": 0.0, "exchanges": found["T_alltoall"],
-            "tensor ranks": found["T_tp"] + found["T_gather"], "parameters": found["T_params"],
+    results = find_step_sheet(layout, platform, experts_first)(**collect_values(model, layout, platform, experts_first))
+    per_microbatch = {"compute": results["T_compute"], "waiting": 0.0, "exchanges": results["T_alltoall"],
+            "tensor ranks": results["T_tp"] + results["T_gather"], "parameters": results["T_params"],
             }  # fmt: skip
     once = {
-        "stages": found["T_bubble"] + found["T_p2p"],
-        "gradients": found["T_grads"],
-        "optimizer": found["T_optimizer"],
+        "stages": results["T_bubble"] + results["T_p2p"],
+        "gradients": results["T_grads"],
+        "optimizer": results["T_optimizer"],
     }
-    return {name: layout.microbatches * each.get(name, 0.0) + once.get(name, 0.0) for name in COMPONENTS}
+    return {name: layout.microbatches * per_microbatch.get(name, 0.0) + once.get(name, 0.0) for name in COMPONENTS}
 
 
 def _quantiles(seconds: Tensor, number: int = 21) -> tuple[float, ...]:

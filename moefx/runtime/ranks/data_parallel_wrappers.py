@@ -84,12 +84,12 @@ def _find_ddp_under_construction(frame: Any) -> tuple[nn.Module, Any] | None:
 
 def _collect_expert_tensors(root: nn.Module, wrapped_over: Any) -> dict[int, Tensor]:
     """Expert tensors by `id` that differ between the ranks of a process group; without a group, between any ranks."""
-    found = []
+    tensors = []
     for forward in _find_spread_forwards(root):
         parameters, placement = forward.watch.parameters, forward.watch.placement
         if wrapped_over is None or shares_other_experts(wrapped_over, placement.group):
-            found += parameters.tensors(forward.block, placement.local_experts)
-    return {id(tensor): tensor for tensor in found}
+            tensors += parameters.tensors(forward.block, placement.local_experts)
+    return {id(tensor): tensor for tensor in tensors}
 
 
 def _collect_names(root: nn.Module, tensors: Mapping[int, Tensor]) -> list[str]:

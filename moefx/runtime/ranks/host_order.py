@@ -57,14 +57,14 @@ def order_hosts(hosts: Mapping[str, str | Sequence[str]], group: int) -> HostOrd
         units: [host for host in units_of if units_of[host] == units] for units in sorted(set(units_of.values()))
     }
     for _ in range(max(num_levels, default=0) + 1):
-        found = 0
+        num_whole = 0
         leftover: dict[tuple[str, ...], list[list[str]]] = {}
         for units, names_here in remaining.items():
             whole = len(names_here) // group
             ordered += names_here[: whole * group]
-            found += whole
+            num_whole += whole
             leftover.setdefault(units[1:], []).append(names_here[whole * group :])
-        inside.append(found)
+        inside.append(num_whole)
         # Large parts first, so that a group spans few parts.
         remaining = {units: list(chain(*sorted(parts, key=len, reverse=True))) for units, parts in leftover.items()}
     return HostOrder(tuple(ordered), group, tuple(inside))

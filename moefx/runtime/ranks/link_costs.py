@@ -101,16 +101,16 @@ def measure_link(level: TopologyLevel, device: torch.device) -> Link:
     """Measure a link by the medians of even exchanges of two sizes. Collective."""
     group, seconds = get_group(level.group), []
     for num_bytes in _MESSAGE_BYTES:
-        each = num_bytes // level.size
-        rows = torch.zeros(each * level.size, 1, dtype=torch.uint8, device=device)
-        found = []
+        rows_per_rank = num_bytes // level.size
+        rows = torch.zeros(rows_per_rank * level.size, 1, dtype=torch.uint8, device=device)
+        durations = []
         for _ in range(_REPEATS + 1):
             dist.barrier(group)
             begin = time.perf_counter()
-            arrived = wait(start(rows, [each] * level.size, [each] * level.size, level.group))
+            arrived = wait(start(rows, [rows_per_rank] * level.size, [rows_per_rank] * level.size, level.group))
             arrived[-1].item()  # wait for the GPU
-            found.append(time.perf_counter() - begin)
-        seconds.append(statistics.median(found[1:]))
+            durations.append(time.perf_counter() - begin)
+        seconds.append(statistics.median(durations[1:]))
     leaving = [n * (level.size - 1) / level.size for n in _MESSAGE_BYTES]
     per_byte = max(seconds[1] - seconds[0], 0.0) / max(leaving[1] - leaving[0], 1.0)
     return Link(max(seconds[0] - leaving[0] * per_byte, 0.0), per_byte)
@@ -132,15 +132,15 @@ def _time_handling(group: str, device: torch.device, num_rows: int) -> float:
     ids = torch.arange(num_rows, dtype=torch.int32, device=device)
     place, slots = torch.zeros_like(ids)[:, None], torch.zeros_like(ids)
     offsets = torch.tensor([0, num_rows], dtype=torch.int32, device=device)
-    found = []
+    durations = []
     for _ in range(_REPEATS + 1):
         dist.barrier(get_group(group))
         begin = time.perf_counter()
         packed = pack_rows([x], [], place, ids, slots, offsets, num_rows=num_rows, num_slots=1, dedup=True)
         (rows,) = split_columns([packed], dtypes=["uint8"], widths=[_ROW_BYTES])
         rows[-1, -1].item()
-        found.append(time.perf_counter() - begin)
-    return min(found[1:])
+        durations.append(time.perf_counter() - begin)
+    return min(durations[1:])
 
 
 @functools.lru_cache(maxsize=4096)  # the planner repeats a few arguments many times
@@ -169,29 +169,29 @@ def predict_seconds(
         gathered_bytes: bytes that a rank sends to each other rank with `"gather"`, see `count_gathered_bytes`. None
             omits `"gather"`.
     """
-    each, ranks = tokens * row_bytes, math.prod(sizes)
+    rank_bytes, ranks = tokens * row_bytes, math.prod(sizes)
     above = list(itertools.accumulate(sizes[:-1], operator.mul, initial=1))  # number of units above each level
     levels = list(zip(links.levels, sizes, above, strict=True))
     of_ranks, nodes = compute_expected_parts(num_experts, top_k, ranks), above[-1]
     of_hops = [compute_expected_parts(num_experts, top_k, within * size) for _, size, within in levels]
 
     def handled(rows: float) -> float:
-        return rows * each * links.handling
+        return rows * rank_bytes * links.handling
 
-    def at_once(rows: float) -> float:
+    def predict_whole_axis(rows: float) -> float:
         """One exchange over the whole axis, which uses the links of all levels at the same time."""
-        through = [rows / within * (1 - 1 / size) * each * link.per_byte for link, size, within in levels]
-        at_last = max(*through, rows * (1 - 1 / ranks) * each * links.whole.per_byte)
+        through = [rows / within * (1 - 1 / size) * rank_bytes * link.per_byte for link, size, within in levels]
+        at_last = max(*through, rows * (1 - 1 / ranks) * rank_bytes * links.whole.per_byte)
         return links.whole.latency + at_last + handled(rows)
 
-    seconds = {"flat": at_once(top_k), "dedup": at_once(of_ranks)}
+    seconds = {"flat": predict_whole_axis(top_k), "dedup": predict_whole_axis(of_ranks)}
     if gathered_bytes is not None:
-        seconds["gather"] = at_once(ranks * gathered_bytes / each)
+        seconds["gather"] = predict_whole_axis(ranks * gathered_bytes / rank_bytes)
     if len(sizes) == 1:
         return seconds
     sent = zip(levels, of_hops, strict=True)
-    *hops, last = (link.seconds(rows * (1 - 1 / size) * each) for (link, size, _), rows in sent)
-    inside, num_bytes = links.levels[-1], of_ranks * (1 - 1 / sizes[-1]) * each
+    *hops, last = (link.seconds(rows * (1 - 1 / size) * rank_bytes) for (link, size, _), rows in sent)
+    inside, num_bytes = links.levels[-1], of_ranks * (1 - 1 / sizes[-1]) * rank_bytes
     halo = max(sum(hops), inside.seconds(num_bytes / nodes)) + inside.seconds(num_bytes * (1 - 1 / nodes))
     # With HALO, rows that stay in the node are packed once, for the exchange beside the hops.
     beside = sum(of_hops[:-1]) * (1 - 1 / nodes) + of_ranks
@@ -220,9 +220,9 @@ def choose_fastest(seconds: dict[str, float]) -> str:
     Dispatches of several hops must gain 15 %: with one expert per token, a predicted gain of 11 % was a measured loss
     of 6 % (benchmarks/NOTES.md). `"gather"` must gain 10 %: its buffers have room for the tokens of all ranks.
     """
-    weighted = {way: s / (1 - _MIN_GAINS.get(way, 0.0)) for way, s in seconds.items()}
+    weighted = {dispatch: s / (1 - _MIN_GAINS.get(dispatch, 0.0)) for dispatch, s in seconds.items()}
     least = min(weighted.values())
-    return next(way for way, s in weighted.items() if s <= 1.02 * least)
+    return next(dispatch for dispatch, s in weighted.items() if s <= 1.02 * least)
 
 
 def choose_dispatch(seconds: dict[str, float], max_tokens: int | None = None) -> str:
@@ -234,6 +234,10 @@ def choose_dispatch(seconds: dict[str, float], max_tokens: int | None = None) ->
         seconds: of one exchange, by dispatch; see `predict_seconds`.
         max_tokens: as in `Plan`.
     """
-    single = choose_fastest({way: s for way, s in seconds.items() if way in ("flat", "dedup")})
-    layer = {way: EXCHANGES_PER_LAYER * s + HOST_COSTS[way].seconds(max_tokens) for way, s in seconds.items()}
-    return choose_fastest({way: s for way, s in layer.items() if way == single or way not in ("flat", "dedup")})
+    single = choose_fastest({dispatch: s for dispatch, s in seconds.items() if dispatch in ("flat", "dedup")})
+    layer = {
+        dispatch: EXCHANGES_PER_LAYER * s + HOST_COSTS[dispatch].seconds(max_tokens) for dispatch, s in seconds.items()
+    }
+    return choose_fastest(
+        {dispatch: s for dispatch, s in layer.items() if dispatch == single or dispatch not in ("flat", "dedup")}
+    )

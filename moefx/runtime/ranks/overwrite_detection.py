@@ -170,12 +170,12 @@ class OverwritingWatch:
         """Return a few values of this rank's first and last expert, as int64 [2 * _WORDS_PER_EXPERT]."""
         first, last = self.sampled
         if first != last:  # each expert has separate parameters
-            found = [_sample_values(_local_part(find_owner_and_tensor(self.block, name)[1])) for name in self.sampled]
+            samples = [_sample_values(_local_part(find_owner_and_tensor(self.block, name)[1])) for name in self.sampled]
         else:
             local = _local_part(find_owner_and_tensor(self.block, first)[1])
-            each = len(local) // self.placement.num_slots if not self.parameters.separate else len(local)
-            found = [_sample_values(local[:each]), _sample_values(local[len(local) - each :])]
-        words = [each for each in found if each is not None]
+            part = len(local) // self.placement.num_slots if not self.parameters.separate else len(local)
+            samples = [_sample_values(local[:part]), _sample_values(local[len(local) - part :])]
+        words = [part for part in samples if part is not None]
         return torch.cat(words) if len(words) == 2 else None
 
     def _find_sampled_names(self) -> tuple[str, str]:
@@ -213,9 +213,9 @@ def _sample_values(t: Tensor) -> Tensor | None:
     """Values from the middle of a local tensor, as int64 [_WORDS_PER_EXPERT]. A view if the tensor is contiguous."""
     if t.is_meta or t.layout != torch.strided or not t.numel():
         return None
-    flat, each = t.reshape(-1), max(8 // t.element_size(), 1)
-    length, middle = _WORDS_PER_EXPERT * each, len(flat) // 2
-    start = middle - (flat.storage_offset() + middle) % each
+    flat, per_word = t.reshape(-1), max(8 // t.element_size(), 1)
+    length, middle = _WORDS_PER_EXPERT * per_word, len(flat) // 2
+    start = middle - (flat.storage_offset() + middle) % per_word
     if 0 <= start <= len(flat) - length and t.element_size() <= 8:
         return flat[start : start + length].view(torch.int64)
     return flat[torch.arange(_WORDS_PER_EXPERT, device=flat.device) % len(flat)].double().view(torch.int64)

@@ -41,9 +41,12 @@ class ExpertParameters:
     def tensors(self, block: nn.Module, experts: Iterable[int]) -> list[torch.Tensor]:
         """Return the parameters and buffers of a block that hold some experts."""
         separate_names = self.of_experts(experts)
-        names = [*self.stacked, *(name for each in self.separate for name in each if name in separate_names)]
-        found = [find_owner_and_tensor(block, name)[1] for name in dict.fromkeys(names)]
-        return [t for t in found if isinstance(t, torch.Tensor)]
+        names = [
+            *self.stacked,
+            *(name for expert_names in self.separate for name in expert_names if name in separate_names),
+        ]
+        values = [find_owner_and_tensor(block, name)[1] for name in dict.fromkeys(names)]
+        return [t for t in values if isinstance(t, torch.Tensor)]
 
 
 def resolve_expert_axes(mesh: DeviceMesh, wanted: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -153,8 +156,8 @@ def _as_before_fully_shard(block: nn.Module) -> Iterator[None]:
             state = fully_shard.state(module)  # type: ignore[attr-defined]
             for name in ("_forward_pre_hooks", "_forward_hooks"):
                 hooks = attributes[name].items()
-                own = [(key, hook) for key, hook in hooks if getattr(hook, "__self__", None) is not state]
-                vars(module)[name] = OrderedDict(own)
+                own_hooks = [(key, hook) for key, hook in hooks if getattr(hook, "__self__", None) is not state]
+                vars(module)[name] = OrderedDict(own_hooks)
             for name, value in attributes.items():
                 if isinstance(value, dict) and any(v is state for v in value.values()):  # torch keeps the state there
                     del vars(module)[name]

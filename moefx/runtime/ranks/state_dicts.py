@@ -34,12 +34,12 @@ def full_state_dict(
     Args:
         spread: for each block by name, its expert parameters, their placement and the routes between ranks.
     """
-    local_state, found = model.state_dict(), {}
+    local_state, merged = model.state_dict(), {}
     here = rank is None or dist.get_rank() == rank
 
     def keep(name: str, value: Any) -> None:
         if here:
-            found[name] = value.cpu() if cpu and isinstance(value, Tensor) else value
+            merged[name] = value.cpu() if cpu and isinstance(value, Tensor) else value
 
     separate = {
         join_name(block, name)
@@ -53,8 +53,8 @@ def full_state_dict(
     for block, (parameters, placement, routes) in spread.items():
         for name, value in _gather_separate_experts(local_state, block, parameters, placement, routes):
             keep(name, value)
-    order = [name for name in _iterate_names(model) if name in found]
-    return {name: found[name] for name in dict.fromkeys([*order, *found])}
+    order = [name for name in _iterate_names(model) if name in merged]
+    return {name: merged[name] for name in dict.fromkeys([*order, *merged])}
 
 
 def _gather_separate_experts(
@@ -97,7 +97,7 @@ class OnLoad:
 
     def __init__(self, parameters: ExpertParameters, placement: Placement):
         here = parameters.of_experts(placement.local_experts)
-        self.elsewhere = [name for each in parameters.separate for name in each if name not in here]
+        self.elsewhere = [name for expert_names in parameters.separate for name in expert_names if name not in here]
         self.stacked = tuple(parameters.stacked)
 
     def __call__(self, block: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

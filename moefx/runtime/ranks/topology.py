@@ -62,7 +62,7 @@ class Topology:
             inside: dict[tuple[int, ...], set[int]] = {}
             for path in paths:
                 inside.setdefault(path[:depth], set()).add(path[depth])
-            counts = {len(found) for found in inside.values()}
+            counts = {len(members) for members in inside.values()}
             if len(counts) > 1:
                 unit = coarse[depth - 1] if depth else len(ranks)
                 raise InvalidPlan(
@@ -111,14 +111,14 @@ class ExpertAxis:
     def __init__(
         self,
         mesh: DeviceMesh,
-        own: DeviceMesh,
+        axis_mesh: DeviceMesh,
         node: int | None = None,
         above: Sequence[int] = (),
         timeout: float | None = None,
     ):
-        self.mesh, self.own, self._node, self._above, self.timeout = mesh, own, node, above, timeout
-        (self.name,) = own.mesh_dim_names or ("",)
-        self.rank = (own.get_coordinate() or [0])[0]  # `get_local_rank` counts in the process group instead
+        self.mesh, self.own, self._node, self._above, self.timeout = mesh, axis_mesh, node, above, timeout
+        (self.name,) = axis_mesh.mesh_dim_names or ("",)
+        self.rank = (axis_mesh.get_coordinate() or [0])[0]  # `get_local_rank` counts in the process group instead
         self.size = self.own.size()
         self.made: dict[torch.Tensor, Any] = {}  # the sharded parameter of each stack
         group: dist.ProcessGroup = self.own.get_group()
@@ -199,8 +199,8 @@ class ExpertAxis:
         device = torch.device(self.mesh.device_type)
         whole_axis = TopologyLevel(self.name, self.size, self.group)
         several = self.levels if len(self.topology.sizes) > 1 else ()
-        found = [measure_link(level, device) for level in (whole_axis, *several)]
-        numbers = [[link.latency, link.per_byte] for link in found] + [[measure_handling(self.group, device), 0.0]]
+        links = [measure_link(level, device) for level in (whole_axis, *several)]
+        numbers = [[link.latency, link.per_byte] for link in links] + [[measure_handling(self.group, device), 0.0]]
         slowest = torch.tensor(numbers, dtype=torch.float64, device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=get_group(self.group))  # all ranks decide alike
         whole, *levels, (handling, _) = slowest.tolist()

@@ -11,7 +11,7 @@ import torch
 from moefx.planner.communication import combine_links
 from moefx.planner.platforms import PLATFORMS, Network, find_platform
 from moefx.planner.simulation.network import build_fabric, draw_slowdowns, estimate_ring
-from moefx.planner.simulation.routing_skew import count_traffic, draw_choices, popularity
+from moefx.planner.simulation.routing_skew import compute_zipf_weights, count_traffic, draw_choices
 
 FRONTIER = find_platform("frontier")
 TREE = dataclasses.replace(
@@ -70,7 +70,7 @@ def test_units_share_their_outgoing_links():
 def test_drawn_exchanges_keep_their_busiest_link_busy(ranks, skew):
     """So that fair sharing takes no longer than that link alone."""
     generator = torch.Generator().manual_seed(0)
-    weights = popularity(64, skew)[torch.randperm(64, generator=generator)]
+    weights = compute_zipf_weights(64, skew)[torch.randperm(64, generator=generator)]
     choices = draw_choices(weights, ranks * 256, 6, generator)
     for way in ("flat", "dedup"):
         (rows,) = count_traffic(choices, torch.arange(ranks).repeat_interleave(256), 64, (ranks,), way).hops

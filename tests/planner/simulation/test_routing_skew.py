@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moefx.planner.communication import build_exchange_sheet, level_values
-from moefx.planner.simulation.routing_skew import count_choices, count_traffic, draw_choices, popularity
+from moefx.planner.simulation.routing_skew import compute_zipf_weights, count_choices, count_traffic, draw_choices
 
 WAYS = ("flat", "dedup", "rbd", "halo")
 SIZES = st.lists(st.sampled_from([2, 3, 4]), min_size=1, max_size=3).map(tuple)
@@ -20,7 +20,7 @@ def drawn(sizes, num_experts, top_k, tokens, skew=0.0, seed=0):
     """(choices, sources) of so many tokens a rank."""
     ranks = math.prod(sizes)
     generator = torch.Generator().manual_seed(seed)
-    weights = popularity(num_experts, skew)[torch.randperm(num_experts, generator=generator)]
+    weights = compute_zipf_weights(num_experts, skew)[torch.randperm(num_experts, generator=generator)]
     return draw_choices(weights, ranks * tokens, top_k, generator), torch.arange(ranks).repeat_interleave(tokens)
 
 
@@ -34,7 +34,7 @@ def test_a_token_takes_an_expert_once(top_k, skew, seed):
 
 def test_popular_experts_are_chosen_by_their_weight():
     """Of one choice each, n^-skew to its sum; to five standard deviations."""
-    tokens, weights = 100_000, popularity(16, 1.0)
+    tokens, weights = 100_000, compute_zipf_weights(16, 1.0)
     found = draw_choices(weights, tokens, 1, torch.Generator().manual_seed(0))
     counts, wanted = torch.bincount(found[0], minlength=16), weights / weights.sum()
     assert ((counts / tokens - wanted).abs() <= 5 * (wanted * (1 - wanted) / tokens).sqrt()).all()

@@ -34,19 +34,24 @@ def alike(name, layers):
 
 OLMOE, QWEN, DEEPSEEK = alike("olmoe-1b-7b", 16), alike("qwen3-30b-a3b", 48), alike("deepseek-v3", 64)
 CASES = [
-    (OLMOE, Layout(dp=8, ep=8, way="flat", microbatches=4), H200, True),
+    (OLMOE, Layout(dp=8, ep=8, dispatch="flat", microbatches=4), H200, True),
     (OLMOE, Layout(dp=8, ep=8, sequences=2, microbatches=2), A100, True),
-    (OLMOE, Layout(dp=4, ep=4, way="gather", microbatches=2), H200, True),
+    (OLMOE, Layout(dp=4, ep=4, dispatch="gather", microbatches=2), H200, True),
     (OLMOE, Layout(dp=8), A100, True),
-    (OLMOE, Layout(dp=16, ep=16, way="rbd", microbatches=2), DGX, True),
-    (OLMOE, Layout(dp=16, ep=16, way="halo", zero=3), A100, True),
-    (QWEN, Layout(pp=4, dp=16, ep=16, way="flat", microbatches=8, kept="x"), FRONTIER, True),
-    (QWEN, Layout(pp=2, tp=4, dp=4, ep=16, ssmb=True, way="rbd", microbatches=8, recompute=True), FRONTIER, True),
+    (OLMOE, Layout(dp=16, ep=16, dispatch="rbd", microbatches=2), DGX, True),
+    (OLMOE, Layout(dp=16, ep=16, dispatch="halo", zero=3), A100, True),
+    (QWEN, Layout(pp=4, dp=16, ep=16, dispatch="flat", microbatches=8, kept="x"), FRONTIER, True),
+    (QWEN, Layout(pp=2, tp=4, dp=4, ep=16, ssmb=True, dispatch="rbd", microbatches=8, recompute=True), FRONTIER, True),
     (QWEN, Layout(pp=2, tp=2, dp=8, ep=8, microbatches=4), DGX, True),  # tensor ranks with the same tokens
     (QWEN, Layout(tp=4, dp=16, ep=2, microbatches=2), DGX, True),  # several groups within them
     (QWEN, Layout(pp=2, tp=2, dp=32, ep=8, ssmb=True, microbatches=4), DGX, False),  # replicas first
-    (DEEPSEEK, Layout(pp=8, tp=4, dp=32, ep=16, ssmb=True, way="halo", microbatches=32), FRONTIER, True),
-    (DEEPSEEK, Layout(pp=16, tp=8, dp=8, ep=64, ssmb=True, way="halo", microbatches=32, schedule="gpipe"), DGX, True),
+    (DEEPSEEK, Layout(pp=8, tp=4, dp=32, ep=16, ssmb=True, dispatch="halo", microbatches=32), FRONTIER, True),
+    (
+        DEEPSEEK,
+        Layout(pp=16, tp=8, dp=8, ep=64, ssmb=True, dispatch="halo", microbatches=32, schedule="gpipe"),
+        DGX,
+        True,
+    ),
 ]
 
 
@@ -117,7 +122,7 @@ def test_sums_of_a_stage_are_the_formulas():
 
 def test_layers_that_do_not_divide():
     """Of the model's 61 layers three of 16 stages have 3, the others 4, and only the last one has logits."""
-    layout = Layout(pp=16, tp=4, dp=16, ep=16, ssmb=True, way="halo", microbatches=64)
+    layout = Layout(pp=16, tp=4, dp=16, ep=16, ssmb=True, dispatch="halo", microbatches=64)
     model = find_model("deepseek-v3")
     every = build_stages(model, layout, FRONTIER, True)
     assert sum(stage.moe_layers for stage in every) == model.num_moe_layers
@@ -126,7 +131,7 @@ def test_layers_that_do_not_divide():
 
 
 def test_a_thousand_ranks_in_seconds():
-    layout = Layout(pp=8, tp=4, dp=32, ep=16, ssmb=True, way="halo", microbatches=32)
+    layout = Layout(pp=8, tp=4, dp=32, ep=16, ssmb=True, dispatch="halo", microbatches=32)
     with within(10):
         found = simulate(find_model("deepseek-v3"), layout, FRONTIER, skew=0.5)
     assert layout.num_ranks == 1024 and found.draws == 32 and 0 <= found.slowest < 1024
@@ -134,7 +139,7 @@ def test_a_thousand_ranks_in_seconds():
 
 def test_every_rank_with_an_expert_of_its_own_in_seconds():
     """The largest draw of a catalogue's model: 256 ranks, 4096 tokens each."""
-    layout = Layout(dp=1024, ep=256, way="flat")
+    layout = Layout(dp=1024, ep=256, dispatch="flat")
     with within(10):
         assert simulate(find_model("deepseek-v3"), layout, FRONTIER).imbalance > 1
 
@@ -155,7 +160,7 @@ def test_skew_takes_longer():
 def test_nearly_all_choices_on_one_expert():
     """Of eight, on as many ranks: the first has 1 of 1 + 2^-4 + 3^-4 + ...; to five standard deviations."""
     model = OLMOE.replace(num_experts=8, top_k=1)
-    found = simulate(model, Layout(dp=8, ep=8, way="flat"), DGX, skew=4.0)
+    found = simulate(model, Layout(dp=8, ep=8, dispatch="flat"), DGX, skew=4.0)
     share = 1 / sum(n**-4 for n in range(1, 9))
     bound = 5 * math.sqrt(share * (1 - share) / (8 * 4096 * found.draws))
     assert found.imbalance == pytest.approx(8 * share, abs=8 * bound)
@@ -172,14 +177,14 @@ def spread(*values):
     return dataclasses.replace(DGX, networks=tuple(networks))
 
 
-@pytest.mark.parametrize("way", ["dedup", "halo"])
-def test_stragglers_take_longer(way):
+@pytest.mark.parametrize("dispatch", ["dedup", "halo"])
+def test_stragglers_take_longer(dispatch):
     """An exchange that takes 1, 1 or 4 times the median: 2 in the mean; two of HALO's hops that go on
     side by side wait for the slower one."""
-    model, layout = OLMOE, Layout(dp=16, ep=16, way=way, microbatches=8, tokens=256)
+    model, layout = OLMOE, Layout(dp=16, ep=16, dispatch=dispatch, microbatches=8, tokens=256)
     without, with_ = (simulate(model, layout, spread(1.0, 1.0, 4.0), stragglers=is_on) for is_on in (False, True))
     ratio = with_.components["exchanges"] / without.components["exchanges"]
-    assert 1.9 < ratio < 2.1 if way == "dedup" else 1.9 < ratio < 4
+    assert 1.9 < ratio < 2.1 if dispatch == "dedup" else 1.9 < ratio < 4
     assert with_.seconds > without.seconds and with_.exchanges[-1] > 3 * with_.exchanges[0]
     assert with_.components["compute"] == pytest.approx(without.components["compute"])
     assert simulate(model, layout, DGX).seconds == without.seconds  # nobody measured any
@@ -231,10 +236,10 @@ def test_groups_that_wait_for_each_other(layout, first, pipelines):
 @example(st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]), st.sampled_from([2, 4]), st.sampled_from([1, 2, 4]),
          st.sampled_from(["flat", "dedup"]), st.integers(1, 4), st.floats(0, 2))  # fmt: skip
 @settings(max_examples=15, deadline=None)
-def test_parts_are_the_step(pp, tp, dp, ep, way, microbatches, skew):
+def test_parts_are_the_step(pp, tp, dp, ep, dispatch, microbatches, skew):
     if (tp * dp) % ep:
         return
-    layout = Layout(pp=pp, tp=tp, dp=dp, ep=ep, way=way, microbatches=microbatches, tokens=256)
+    layout = Layout(pp=pp, tp=tp, dp=dp, ep=ep, dispatch=dispatch, microbatches=microbatches, tokens=256)
     found = simulate(find_model("olmoe-1b-7b"), layout, A100, skew=skew)
     assert sum(found.components.values()) == pytest.approx(found.seconds)
     assert all(seconds >= -1e-9 for seconds in found.components.values())
@@ -254,9 +259,9 @@ def test_a_network_of_three_levels():
     tree = dataclasses.replace(
         DGX, networks=(Network("node", 4, 400e9), Network("switch", 16, 50e9), Network("all", 0, 10e9))
     )
-    for way in ("dedup", "rbd", "halo"):
-        found = simulate(OLMOE, Layout(dp=64, ep=64, way=way, tokens=1024), tree)
-        assert found.components["exchanges"] == pytest.approx(found.formulas["exchanges"], rel=0.1), way
+    for dispatch in ("dedup", "rbd", "halo"):
+        found = simulate(OLMOE, Layout(dp=64, ep=64, dispatch=dispatch, tokens=1024), tree)
+        assert found.components["exchanges"] == pytest.approx(found.formulas["exchanges"], rel=0.1), dispatch
 
 
 def test_simulation_of_a_ranking():
@@ -276,7 +281,7 @@ def test_simulation_of_a_ranking():
         (Layout(dp=8, ep=8), dict(skew=float("nan")), "skew is nan, expected"),
         (Layout(dp=8, ep=8), dict(skew="much"), "skew is 'much', expected"),
         (Layout(dp=8, ep=8), dict(seed=0.5), "seed is 0.5, expected a whole number"),
-        (Layout(dp=8, ep=8, way="rbd"), dict(), "way='rbd' goes by levels, but EP=8 is within one: 'node'"),
+        (Layout(dp=8, ep=8, dispatch="rbd"), dict(), "dispatch='rbd' goes by levels, but EP=8 is within one: 'node'"),
         (Layout(dp=5, ep=5), dict(), "ep=5 does not divide the 64 experts"),
         (Layout(pp=32), dict(), "pp=32 stages, but olmoe-1b-7b has 16 layers"),
         (Layout(pp=4, schedule="interleaved", chunks=2), dict(), "a multiple of 4 micro-batches on 4 stages, not 1"),
