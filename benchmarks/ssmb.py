@@ -79,11 +79,11 @@ def main() -> None:
     times: dict[str, list[float]] = {way: [] for way in steps}
     memory = {}
     for way, step in steps.items():
-        step.ms()
+        step.measure_milliseconds()
         memory[way] = kept(step)
     for _ in range(options.rounds):
         for way, step in steps.items():
-            times[way].append(step.ms())
+            times[way].append(step.measure_milliseconds())
     for way, found in times.items():
         row = dict(shape=shape.name, tokens=shape.T, ranks=RANKS, tensor_parallel=tp, way=way, mirror=True)
         row |= dict(ms=statistics.median(found), kept_mib=memory[way])

@@ -22,7 +22,7 @@ from benchmarks.network.case import ROOT, Case, measured
 from benchmarks.network.links import missing
 from moefx.bench.link_times import RepeatedExchange
 from moefx.bench.platform_results import PlatformResults
-from moefx.planner.communication import build_exchange_sheet, combine_links, level_values
+from moefx.planner.communication import build_exchange_sheet, collect_level_values, combine_links
 from moefx.planner.platforms import Platform, find_platform
 from moefx.planner.simulation.network import build_fabric
 
@@ -47,7 +47,7 @@ def closed(case: Case, here: Platform, way: str, width: int) -> float:
     """Seconds of one direction, rows of so many bytes."""
     sizes, networks = here.levels(case.nodes * case.ranks)
     links = tuple((n.latency, 1 / n.bandwidth) for n in networks)
-    level = level_values(sizes, links, combine_links(sizes, links), here.handling)
+    level = collect_level_values(sizes, links, combine_links(sizes, links), here.handling)
     return build_exchange_sheet(len(sizes))(
         E=case.experts, k=case.top_k, t=case.tokens, w=width, w1=width, w_all=width, **level
     )[f"T_{way}"]
@@ -62,13 +62,16 @@ def of_rows(here: Platform, traffic: dict, width: int) -> float:
     latencies = [next(n.latency for n in here.networks if not n.ranks or unit <= n.ranks) for unit in behind[:-1]]
     if not by_level:
         latencies = [max(n.latency for n in here.networks)]
-    took = [float(links.busiest_link_seconds(hop * width)) + alpha for hop, alpha in zip(hops, latencies, strict=True)]
+    took = [
+        float(links.compute_busiest_link_seconds(hop * width)) + alpha
+        for hop, alpha in zip(hops, latencies, strict=True)
+    ]
     *before, last = took
     first, moved = sum(before), hops
     if traffic["beside"] is not None:
         beside = torch.tensor(traffic["beside"]).double()
         first, moved = (
-            max(first, float(links.busiest_link_seconds(beside * width)) + latencies[-1]),
+            max(first, float(links.compute_busiest_link_seconds(beside * width)) + latencies[-1]),
             torch.cat([hops, beside[None]]),
         )
     handled = float((moved.sum(1) + moved.sum(2)).sum(0).max()) / 2

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..lowering.triton.timing import milliseconds, settle
 from .peers import Inputs, build_moefx
 from .rate_fit import ExpertTime, GemmTime
-from .shapes import Shape, random_routing, random_tensors
+from .shapes import Shape, draw_tensors, random_routing
 
 _LONGEST = 0.03
 # (columns, inner): of routers and small experts, of experts and attention, of large ones
@@ -87,7 +87,7 @@ class Machine:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
 
     def overhead(self) -> float:
-        """Bytes of a GPU's memory in use by its context, libraries and process groups, not by tensors."""
+        """Return the bytes of a GPU's memory in use by its context, libraries and process groups, not by tensors."""
         if self.device.type != "cuda":
             return 0.0
         torch.cuda.empty_cache()
@@ -95,7 +95,7 @@ class Machine:
         return float(total - free - torch.cuda.memory_reserved(self.device))
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Median of `repeats` repetitions, after two for warm-up."""
+        """Return the median seconds of `repeats` repetitions, after two for warm-up."""
         if self.device.type == "cuda":
             settle(work, 0.1)  # the first call also tunes
             return milliseconds(work, self.repeats) / 1e3
@@ -153,7 +153,7 @@ class Machine:
 
     def time_expert(self, shape: Shape) -> Iterator[ExpertTime]:
         """Time the experts of a shape: forward, and forward with backward."""
-        x, w1, w2, grad = random_tensors(shape, self.dtype, str(self.device))
+        x, w1, w2, grad = draw_tensors(shape, self.dtype, str(self.device))
         work = build_moefx(Inputs(shape, x, w1, w2, grad, *random_routing(shape, str(self.device))))
         yield ExpertTime(shape, self.seconds(work.forward), False)
         yield ExpertTime(shape, self.seconds(work.step), True)

@@ -30,9 +30,9 @@ import moefx
 
 from . import mirror_group
 from .results import add_shapes, append_row, build_parser
-from .shapes import Shape, activation, random_tensors
+from .shapes import Shape, activation, draw_tensors
 
-WAYS = ("flat", "dedup", "rbd", "halo", "gather")
+DISPATCHES = ("flat", "dedup", "rbd", "halo", "gather")
 _EXCHANGES = ("nccl", "mirrored_exchange")  # parts of the names of exchange kernels
 _WARM_UP, _ROUNDS, _STEPS = 3, 5, 4
 
@@ -42,7 +42,7 @@ class Layer(nn.Module):
 
     def __init__(self, shape: Shape, shared: bool = False):
         super().__init__()
-        _, w1, w2, _ = random_tensors(shape)
+        _, w1, w2, _ = draw_tensors(shape)
         self.shape = shape
         self.up, self.down = nn.Parameter(w1), nn.Parameter(w2)
         self.router = nn.Linear(shape.d, shape.E, bias=False, device="cuda", dtype=torch.bfloat16)
@@ -94,8 +94,8 @@ class Step:
         for parameter in self.layer.parameters():
             parameter.grad = None
 
-    def ms(self) -> float:
-        """Milliseconds of a step among several."""
+    def measure_milliseconds(self) -> float:
+        """Measure the milliseconds of a step among several."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.prepare(_STEPS)
         dist.barrier()
@@ -106,12 +106,12 @@ class Step:
         end.synchronize()
         return begin.elapsed_time(end) / _STEPS
 
-    def output(self, x: Tensor) -> Tensor:
+    def compute_output(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             return self.layer(x).float()
 
-    def kernels(self) -> list[tuple[str, float, float]]:
-        """(name, begin, end) of one step's kernels in ms, by begin."""
+    def profile_kernels(self) -> list[tuple[str, float, float]]:
+        """Profile one step. Returns (name, begin, end) of its kernels in ms, by begin."""
         self.prepare(2)
         self()
         torch.cuda.synchronize()
@@ -126,7 +126,7 @@ class Step:
         return sorted(spans, key=lambda span: span[1])
 
 
-class CapturedStep(Step):
+class GraphStep(Step):
     """A step as one CUDA graph. Each replay fills its input first."""
 
     def __init__(self, layer: nn.Module, shape: Shape):
@@ -156,12 +156,12 @@ class CapturedStep(Step):
         self.graph.replay()
 
 
-def overlap_times(kernels: Sequence[tuple[str, float, float]]) -> dict[str, float]:
-    """Milliseconds of exchanges, of other kernels, and of both at once (the hidden exchanges)."""
+def compute_overlap(kernels: Sequence[tuple[str, float, float]]) -> dict[str, float]:
+    """Compute the milliseconds of exchanges, of other kernels, and of both at once (the hidden exchanges)."""
     exchanges = _merge_spans([(b, e) for name, b, e in kernels if _is_exchange(name)])
     others = _merge_spans([(b, e) for name, b, e in kernels if not _is_exchange(name)])
     both = sum(max(0.0, min(e, f) - max(b, c)) for b, e in exchanges for c, f in others)
-    return {"exchange_ms": _total_length(exchanges), "compute_ms": _total_length(others), "hidden_ms": both}
+    return {"exchange_ms": _sum_lengths(exchanges), "compute_ms": _sum_lengths(others), "hidden_ms": both}
 
 
 def _is_exchange(name: str) -> bool:
@@ -178,26 +178,26 @@ def _merge_spans(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return merged
 
 
-def _total_length(spans: list[tuple[float, float]]) -> float:
+def _sum_lengths(spans: list[tuple[float, float]]) -> float:
     return sum(end - begin for begin, end in spans)
 
 
 def plot_timeline(kernels: dict[str, Sequence[tuple[str, float, float]]], path: Path) -> None:
-    """Plot one step of each way on one time axis, exchanges above all other kernels."""
+    """Plot one step of each variant on one time axis, exchanges above all other kernels."""
     from matplotlib.figure import Figure  # in the extra `bench`
 
     figure = Figure(figsize=(11, 1.4 * len(kernels) + 0.8), layout="constrained")
     rows = figure.subplots(len(kernels), sharex=True, squeeze=False)[:, 0]
-    for axes, (way, spans) in zip(rows, kernels.items(), strict=True):
+    for axes, (variant, spans) in zip(rows, kernels.items(), strict=True):
         parts: dict[str, list[tuple[float, float]]] = {"other kernels": [], "exchanges": []}
         for name, begin, end in spans:
             parts["exchanges" if _is_exchange(name) else "other kernels"].append((begin, end - begin))
         for lane, color in enumerate(("tab:blue", "tab:orange")):
             axes.broken_barh(list(parts.values())[lane], (lane + 0.1, 0.8), color=color)
         axes.set_yticks([0.5, 1.5], list(parts))
-        hidden = overlap_times(spans)
+        hidden = compute_overlap(spans)
         axes.set_title(
-            f"{way}: exchanges {hidden['exchange_ms']:.2f} ms, {hidden['hidden_ms']:.2f} ms of them beside others "
+            f"{variant}: exchanges {hidden['exchange_ms']:.2f} ms, {hidden['hidden_ms']:.2f} ms of them beside others "
             f"({hidden['compute_ms']:.2f} ms)",
             fontsize=9,
             loc="left",
@@ -206,21 +206,23 @@ def plot_timeline(kernels: dict[str, Sequence[tuple[str, float, float]]], path: 
     figure.savefig(path, dpi=110)
 
 
-def build_steps(shape: Shape, mesh: DeviceMesh, ways: Sequence[str], shared: bool, node_size: int) -> dict[str, Step]:
-    """Compile the layer for each way, "one" being one GPU with all experts.
+def build_steps(
+    shape: Shape, mesh: DeviceMesh, variants: Sequence[str], shared: bool, node_size: int
+) -> dict[str, Step]:
+    """Compile the layer for each variant, "one" being one GPU with all experts.
 
     Args:
-        ways: names of ways, followed by fields of the plan: "dedup,chunks=2,disable=overlap". "+graph" captures the
-            step as a CUDA graph.
+        variants: a dispatch each, followed by fields of the plan: "dedup,chunks=2,disable=overlap". "+graph" captures
+            the step as a CUDA graph.
         shared: add a shared expert.
     """
     torch.manual_seed(0)
     layer, example = Layer(shape, shared), (torch.zeros(64, shape.d, device="cuda", dtype=torch.bfloat16),)
     steps = {}
-    for way in ways:
+    for variant in variants:
         begin = time.perf_counter()
         fields_of_plan: dict[str, Any] = {}
-        name, _, captured = way.partition("+")
+        name, _, captured = variant.partition("+")
         is_captured = captured == "graph"
         if name != "one":
             dispatch, *fields = name.split(",")
@@ -229,44 +231,53 @@ def build_steps(shape: Shape, mesh: DeviceMesh, ways: Sequence[str], shared: boo
                 fields_of_plan[name] = int(value) if value.isdigit() else (value,)
         plan = moefx.Plan(validation="symbolic", **fields_of_plan)
         compiled = moefx.compile(layer, mesh=mesh if fields_of_plan else None, plan=plan, example_inputs=example)
-        steps[way] = (CapturedStep if is_captured else Step)(compiled, shape)
-        steps[way].prepare(1)
-        steps[way]()
+        steps[variant] = (GraphStep if is_captured else Step)(compiled, shape)
+        steps[variant].prepare(1)
+        steps[variant]()
         torch.cuda.synchronize()
         if dist.get_rank() == 0:
-            print(f"{shape.name} {way}: ready after {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
+            print(
+                f"{shape.name} {variant}: ready after {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True
+            )
     return steps
 
 
-def output_errors(steps: dict[str, Step]) -> dict[str, float]:
-    """Relative difference of each way's output to the first way's, on the same tokens."""
+def compute_output_errors(steps: dict[str, Step]) -> dict[str, float]:
+    """Compute the relative difference of each variant's output to the first one's, on the same tokens."""
     first, *_ = steps.values()
     x = torch.randn((first.shape.T, first.shape.d), device="cuda", dtype=torch.bfloat16, generator=first.generator)
-    want = first.output(x)
-    return {way: float((step.output(x) - want).norm() / want.norm()) for way, step in steps.items()}
+    want = first.compute_output(x)
+    return {variant: float((step.compute_output(x) - want).norm() / want.norm()) for variant, step in steps.items()}
 
 
 def measure(steps: dict[str, Step]) -> dict[str, dict[str, Any]]:
-    wrong = output_errors(steps)
-    times: dict[str, list[float]] = {way: [] for way in steps}
+    wrong = compute_output_errors(steps)
+    times: dict[str, list[float]] = {variant: [] for variant in steps}
     for i in range(_WARM_UP + _ROUNDS):  # in turns
-        for way, step in steps.items():
-            ms = step.ms()
+        for variant, step in steps.items():
+            ms = step.measure_milliseconds()
             if i >= _WARM_UP:
-                times[way].append(ms)
+                times[variant].append(ms)
     rows = {}
-    for way, step in steps.items():
+    for variant, step in steps.items():
         torch.cuda.reset_peak_memory_stats()
-        kernels = step.kernels()
-        extra = {"error": wrong[way], "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
-        rows[way] = {"ms": statistics.median(times[way]), **overlap_times(kernels), **extra, "kernels": kernels}
+        kernels = step.profile_kernels()
+        extra = {"error": wrong[variant], "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+        rows[variant] = {
+            "ms": statistics.median(times[variant]),
+            **compute_overlap(kernels),
+            **extra,
+            "kernels": kernels,
+        }
     return rows
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     made = build_parser("ep", __doc__)
     add_shapes(made)
-    made.add_argument("--ways", default=" ".join(("one", *WAYS)), help="'one' and ways, with plan fields behind")
+    made.add_argument(
+        "--ways", default=" ".join(("one", *DISPATCHES)), help="'one' and dispatches, with plan fields behind"
+    )
     made.add_argument("--tokens", type=int, default=8192, help="of a rank")
     made.add_argument("--node-size", type=int, default=2, help="ranks of a (virtual) node")
     made.add_argument("--shared", action="store_true", help="with a shared expert beside the routed ones")
@@ -294,15 +305,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         if dist.get_rank():
             continue
-        kernels = {way: row.pop("kernels") for way, row in rows.items()}
-        for (way, row), ms in zip(rows.items(), slowest.tolist(), strict=True):
+        kernels = {variant: row.pop("kernels") for variant, row in rows.items()}
+        for (variant, row), ms in zip(rows.items(), slowest.tolist(), strict=True):
             row["ms"] = ms
-            how = dict(shared=options.shared, tokens=shape.T, ranks=world, way=way, mirror=bool(options.mirror))
+            how = dict(shared=options.shared, tokens=shape.T, ranks=world, way=variant, mirror=bool(options.mirror))
             row = dict(shape=shape.name, **how, **row)
             if "one" in rows:
                 row["efficiency"] = rows["one"]["ms"] / ms
             numbers = "  ".join(f"{name} {value:.3f}" for name, value in row.items() if isinstance(value, float))
-            print(f"{shape.name:12} {way:28} {numbers}", flush=True)
+            print(f"{shape.name:12} {variant:28} {numbers}", flush=True)
             if options.out:
                 append_row(row, options.out)
         if options.plot:

@@ -144,7 +144,8 @@ def _p2p(level: TopologyLevel, device: torch.device, size: int) -> tuple[float, 
 
 
 def _time_repeatedly(work: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
-    """Seconds of each repetition on the slowest rank. On GPUs repetitions are queued back to back."""
+    """Time repetitions. Returns the seconds of each one on the slowest rank. On GPUs repetitions are queued back to
+    back."""
     for _ in range(_WARM_UP):
         work()
     dist.barrier()

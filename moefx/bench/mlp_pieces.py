@@ -13,7 +13,7 @@ from ..lowering.triton import build_pft, tuning
 from ..lowering.triton.expert_mlp_backward_call import BackwardCall
 from ..lowering.triton.tile_configs import Config
 from .routing import sort_by_expert
-from .shapes import Shape, activation, expert_body, random_routing, random_tensors
+from .shapes import Shape, activation, draw_tensors, expert_body, random_routing
 
 
 class MlpPieces:
@@ -21,7 +21,7 @@ class MlpPieces:
 
     def __init__(self, shape: Shape, device: str = "cuda", kind: str = "uniform"):
         self.shape = shape
-        self.x, self.w1, self.w2, self.grad = random_tensors(shape, device=device)
+        self.x, self.w1, self.w2, self.grad = draw_tensors(shape, device=device)
         self.ids, self.weights = random_routing(shape, device, kind)
         self.token_ids, _, self.offsets, self.inverse, row_weights = self.route()
         args = (self.x, self.token_ids, self.offsets, self.inverse, row_weights, [self.w1], [], [self.w2], [])
@@ -41,7 +41,7 @@ class MlpPieces:
         return build_pft.build_pft(self.ids, self.weights, None, num_experts=self.shape.E)
 
     def list_kernels(self) -> dict[str, tuple[int, Callable[[Config], Any]]]:
-        """GEMM -> (number of d x h matrices, work for a configuration).
+        """List the GEMMs: name -> (number of d x h matrices, work for a configuration).
 
         grad_down reads dO as the last act_backward left it: by token, or gathered.
         """
@@ -79,14 +79,15 @@ class MlpPieces:
         return tuning.find_nearest_config(kernel, self.x.device, self.x.dtype, self.get_sizes(kernel))[0]
 
     def get_sizes(self, kernel: str) -> tuple[int, int, int]:
-        """(columns, inner, mean rows of an expert), by which `tuning.config` chooses."""
+        """Return (columns, inner, mean rows of an expert), by which `tuning.config` chooses."""
         s = self.shape
         pairs = dict(up=(s.h, s.d), down=(s.d, s.h), act_backward=(s.h, s.d), grad_x=(s.d, s.parts * s.h))
         pairs |= dict(grad_up=(s.d, s.parts * s.h), grad_down=(s.h, s.d))
         return (*pairs[kernel], s.T * s.K // s.E)
 
     def list_stages(self) -> dict[str, tuple[int, int, Callable[[], object]]]:
-        """Stages of a step in order -> (floating-point operations of GEMMs, bytes read and written at least, work)."""
+        """List the stages of a step in order: name -> (floating-point operations of GEMMs, bytes read and written at
+        least, work)."""
         s, run, gemms = self.shape, self.run, self.list_kernels()
         rows, width, matrix, hidden = s.T * s.K, self.x.element_size(), s.E * s.d * s.h, s.parts * s.h
         moved = {  # elements
@@ -118,7 +119,7 @@ class MlpPieces:
         }
 
     def list_parts(self) -> dict[str, dict[str, Callable[[], object]]]:
-        """Parts of a forward as in X-MoE's figure 11 -> system -> work."""
+        """List the parts of a forward as in X-MoE's figure 11: part -> system -> work."""
         s, stages = self.shape, self.list_stages()
         router = torch.randn(s.E, s.d, device=self.x.device).to(self.x.dtype)
         w1, w2 = self.w1.transpose(1, 2), self.w2.transpose(1, 2)

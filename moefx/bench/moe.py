@@ -26,18 +26,18 @@ from ..lowering.triton.timing import milliseconds, settle
 from . import CEILING
 from .peers import ABLATION, PEERS, TUNED_IN, Inputs, Work, compile_share
 from .results import add_routings, add_shapes, add_workers, append_row, build_parser, compile_in_parallel
-from .shapes import Shape, activation, random_routing, random_tensors
+from .shapes import Shape, activation, draw_tensors, random_routing
 
 _REPEATS = 15
 
 
 def build_inputs(shape: Shape, routing: str) -> Inputs:
-    x, w1, w2, grad = random_tensors(shape)
+    x, w1, w2, grad = draw_tensors(shape)
     ids, weights = random_routing(shape, kind=routing)
     return Inputs(shape, x, w1, w2, grad, ids, weights)
 
 
-def weight_gradients(inputs: Inputs, expert: int) -> tuple[Tensor, ...]:
+def compute_weight_gradients(inputs: Inputs, expert: int) -> tuple[Tensor, ...]:
     """Compute the gradients of one expert's two weights in float32, from the same bfloat16 inputs."""
     token, slot = (inputs.ids == expert).nonzero(as_tuple=True)
     x, grad = inputs.x[token].float(), inputs.grad[token].float() * inputs.weights[token, slot, None]
@@ -46,9 +46,9 @@ def weight_gradients(inputs: Inputs, expert: int) -> tuple[Tensor, ...]:
     return torch.autograd.grad(out, (w1, w2), grad)
 
 
-def result_errors(inputs: Inputs, results: tuple[Tensor, ...]) -> dict[str, float]:
-    """Relative errors (in norm) of the output and the gradient of x on some tokens, and of one expert's weight
-    gradients."""
+def compute_result_errors(inputs: Inputs, results: tuple[Tensor, ...]) -> dict[str, float]:
+    """Compute the relative errors (in norm) of the output and the gradient of x on some tokens, and of one expert's
+    weight gradients."""
     expert = int(torch.bincount(inputs.ids.reshape(-1)).argmax())
     out, grad_x, grad_weights, grad_w1, grad_w2 = results
     some = torch.arange(0, inputs.shape.T, max(1, inputs.shape.T // 64), device=out.device)
@@ -59,7 +59,7 @@ def result_errors(inputs: Inputs, results: tuple[Tensor, ...]) -> dict[str, floa
             y = inputs.w2[e].float() @ activation(inputs.shape, inputs.w1[e].float() @ x[row])
             total = total.index_add(0, torch.tensor([row], device=x.device), (y * weights[row, k])[None])
     want_x, want_weights = torch.autograd.grad(total, (x, weights), inputs.grad[some].float())
-    want_w1, want_w2 = weight_gradients(inputs, expert)
+    want_w1, want_w2 = compute_weight_gradients(inputs, expert)
     pairs = {
         "out": (out[some].detach(), total),
         "grad_x": (grad_x[some], want_x),
@@ -72,7 +72,8 @@ def result_errors(inputs: Inputs, results: tuple[Tensor, ...]) -> dict[str, floa
 
 
 def saved_bytes(inputs: Inputs, work: Work) -> int:
-    """Bytes that autograd keeps for a step's backward. Tensors that a function hides from autograd do not count."""
+    """Count the bytes that autograd keeps for a step's backward. Tensors that a function hides from autograd do not
+    count."""
     kept: list[Tensor] = []  # keeps the tensors alive, so that addresses stay unique
 
     def pack(tensor: Tensor) -> Tensor:
@@ -92,7 +93,7 @@ def measure(shape: Shape, peer: str, routing: str) -> dict[str, Any]:
     row: dict[str, Any] = dict(shape=shape.name, peer=peer, routing=routing)
     results = work.step()
     if len(results) == 5:
-        row["errors"] = result_errors(inputs, results)
+        row["errors"] = compute_result_errors(inputs, results)
     del results
     row["saved_bytes_per_token"] = saved_bytes(inputs, work) / shape.T
     settle(work.step)

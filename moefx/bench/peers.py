@@ -36,7 +36,7 @@ class Inputs:
     weights: Tensor
 
     def leaves(self) -> list[Tensor]:
-        """Fresh leaves of x, weights, w1 and w2, on the same storage."""
+        """Return fresh leaves of x, weights, w1 and w2, on the same storage."""
         return [t.detach().requires_grad_() for t in (self.x, self.weights, self.w1, self.w2)]
 
 
@@ -69,7 +69,7 @@ def time_autograd(inputs: Inputs, function: Callable[..., Tensor]) -> Work:
 
 
 def build_moefx(inputs: Inputs, keep: str = "h", dispatch: Callable[..., Any] | None = None) -> Work:
-    """moefx's public ops: routing arrays (or those of `dispatch`) and expert MLP."""
+    """Build moefx's public ops: routing arrays (or those of `dispatch`) and expert MLP."""
     from ..ir.ops import dialect
 
     expert = expert_body(inputs.shape, inputs.x.dtype).to_json()
@@ -87,7 +87,7 @@ def build_moefx(inputs: Inputs, keep: str = "h", dispatch: Callable[..., Any] | 
 
 
 def build_torch_loop(inputs: Inputs) -> Work:
-    """Plain torch: tokens sorted by expert, and a loop over the experts."""
+    """Build plain torch: tokens sorted by expert, and a loop over the experts."""
 
     def function(x: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         token, _, offsets, _, row_weights = sort_by_expert(inputs.ids, weights, inputs.shape.E)
@@ -101,7 +101,7 @@ def build_torch_loop(inputs: Inputs) -> Work:
 
 
 def build_torch_grouped_mm(inputs: Inputs, wrap: Callable[..., Any] = lambda function: function) -> Work:
-    """torch's grouped GEMM with plain torch around it."""
+    """Build torch's grouped GEMM with plain torch around it."""
     num_tokens, num_slots = inputs.ids.shape
     order = inputs.ids.reshape(-1).argsort(stable=True)
     inverse = torch.empty_like(order)
@@ -147,7 +147,7 @@ def build_transformers(inputs: Inputs, implementation: str) -> Work:
 
 
 def build_scattermoe(inputs: Inputs) -> Work:
-    """ScatterMoE's two grouped products, as its gated layer calls them."""
+    """Build ScatterMoE's two grouped products, as its gated layer calls them."""
     from scattermoe.parallel_experts import flatten_sort_count, parallel_linear  # pyright: ignore[reportMissingImports]
 
     (_, num_slots), num_experts = inputs.ids.shape, inputs.shape.E
@@ -162,7 +162,7 @@ def build_scattermoe(inputs: Inputs) -> Work:
 
 
 def build_liger(inputs: Inputs) -> Work:
-    """Liger-Kernel's fused MoE, tuned by its own autotuner."""
+    """Build Liger-Kernel's fused MoE, tuned by its own autotuner."""
     _require_gate(inputs, "liger-kernel")
     from liger_kernel.ops.fused_moe import LigerFusedMoEFunction  # pyright: ignore[reportMissingImports]
 
@@ -175,7 +175,7 @@ def build_liger(inputs: Inputs) -> Work:
 
 
 def build_sonic_moe(inputs: Inputs) -> Work:
-    """SonicMoE's two projections with its routing metadata. Its layer would choose the experts itself."""
+    """Build SonicMoE's two projections with its routing metadata. Its layer would choose the experts itself."""
     _require_gate(inputs, "sonic-moe")
     from sonicmoe import functional  # pyright: ignore[reportMissingImports]
     from sonicmoe.enums import ActivationType  # pyright: ignore[reportMissingImports]
@@ -203,7 +203,8 @@ def build_sonic_moe(inputs: Inputs) -> Work:
 
 
 def build_bmm_ceiling(inputs: Inputs) -> Work:
-    """cuBLAS batched GEMMs alone with equal counts: no gather, activation or sum. An upper bound, not a solution."""
+    """Build cuBLAS batched GEMMs alone with equal counts: no gather, activation or sum. An upper bound, not a
+    solution."""
     shape = inputs.shape
     n = shape.T * shape.K // shape.E
     x = torch.randn(shape.E, n, shape.d, device=inputs.x.device).to(inputs.x.dtype)
@@ -247,10 +248,10 @@ ABLATION: dict[str, Callable[[Inputs], Work]] = {
 TUNED_IN = {"liger-kernel": "liger_kernel.ops.fused_moe_kernels"}
 
 
-def compile_share(peer: str, inputs: Inputs, share: int, of: int) -> None:
-    """Run one step with every `of`-th configuration of a peer's kernels, to compile them."""
+def compile_share(peer: str, inputs: Inputs, share: int, num_shares: int) -> None:
+    """Run one step with every `num_shares`-th configuration of a peer's kernels, to compile them."""
     module = importlib.import_module(TUNED_IN[peer])
     for tuner in vars(module).values():
         if isinstance(configs := getattr(tuner, "configs", None), list):
-            tuner.configs = configs[share::of] or configs[:1]
+            tuner.configs = configs[share::num_shares] or configs[:1]
     PEERS[peer](inputs).step()

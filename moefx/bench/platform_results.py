@@ -14,7 +14,14 @@ from ..planner.platforms import FITTED, Network, Platform
 from . import link_times
 from .device_times import AttentionTime
 from .link_times import RepeatedExchange
-from .rate_fit import ExpertTime, GemmTime, expert_errors, fit_dense_rates, fit_expert_rates, gemm_errors
+from .rate_fit import (
+    ExpertTime,
+    GemmTime,
+    compute_expert_errors,
+    compute_gemm_errors,
+    fit_dense_rates,
+    fit_expert_rates,
+)
 from .shapes import parse_shape
 
 _LEVELS = ("node", "nodes", "units of nodes", "units above")  # names without a base platform
@@ -56,7 +63,7 @@ class PlatformResults:
     exchanges: list[RepeatedExchange] = dataclasses.field(default_factory=list)
 
     def rows(self) -> list[Mapping[str, Any]]:
-        """Rows for a JSON-lines file. Exchanges include the seconds of every repetition."""
+        """List the rows of a JSON-lines file. Exchanges include the seconds of every repetition."""
         rows: list[Mapping[str, Any]] = [{"run": {"how": self.how, "handling": self.handling}}]
         if (device := self.device) is not None:
             numbers = {"copy": device.copy, "memory_bytes": device.memory_bytes, "overhead": device.overhead}
@@ -191,7 +198,10 @@ def _format_device(device: DeviceResults, made: Platform) -> list[str]:
     for shape, seconds, is_step in device.experts:
         speed = (3 if is_step else 1) * shape.matrices * shape.flops / seconds / 1e12
         lines.append(f"experts     {speed:9.3f} TFLOP/s, {shape.name}, {'and backward' if is_step else 'forward'}")
-    again = {"GEMMs": gemm_errors(device.gemms, made), "experts": list(expert_errors(device.experts, made).values())}
+    again = {
+        "GEMMs": compute_gemm_errors(device.gemms, made),
+        "experts": list(compute_expert_errors(device.experts, made).values()),
+    }
     for group, wrong in again.items():
         lines.append(f"rates of {group} say these times again to {min(wrong):+.1%} .. {max(wrong):+.1%}")
     return lines

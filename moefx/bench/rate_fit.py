@@ -61,7 +61,7 @@ def fit_expert_rates(times: Sequence[ExpertTime]) -> dict[str, float]:
     Raises:
         ValueError: the times cannot separate the four parts.
     """
-    parts = [[x / time.seconds for x in _seconds_of_parts(time)] for time in times]
+    parts = [[x / time.seconds for x in _compute_part_seconds(time)] for time in times]
     if len(times) < 4 or int(torch.linalg.matrix_rank(torch.tensor(parts, dtype=torch.float64))) < 4:
         raise ValueError(f"{len(times)} times do not tell FLOP, rows, weights and launches apart")
     gemm, rows, weights, launch = fit_shares(parts)
@@ -90,8 +90,8 @@ def fit_dense_rates(gemms: Sequence[GemmTime], peak: float) -> dict[str, float]:
     return {"matmul_efficiency": min(_rate(gemm) / peak, 1.0), "dense_rows": _rate(rows), "dense_launch": launch * 1e-6}
 
 
-def gemm_errors(gemms: Iterable[GemmTime], platform: Platform) -> list[float]:
-    """Relative errors (predicted / measured - 1) of the GEMMs."""
+def compute_gemm_errors(gemms: Iterable[GemmTime], platform: Platform) -> list[float]:
+    """Compute the relative errors (predicted / measured - 1) of the GEMMs."""
     rates = platform.dense_rates()
     speed = rates["peak"] * rates["e_gemm"]
     return [(max(g.flop / speed, g.operands / rates["v_dense"]) + rates["t_dense"]) / g.seconds - 1 for g in gemms]
@@ -143,8 +143,8 @@ def predict_experts(shape: Shape, platform: Platform) -> dict[str, float]:
     return _evaluate_forward(shape, platform.expert_rates())
 
 
-def expert_errors(times: Iterable[ExpertTime], platform: Platform) -> dict[tuple[str, bool], float]:
-    """Relative errors (predicted / measured - 1) by (shape, is_step)."""
+def compute_expert_errors(times: Iterable[ExpertTime], platform: Platform) -> dict[tuple[str, bool], float]:
+    """Compute the relative errors (predicted / measured - 1) by (shape, is_step)."""
     errors = {}
     for shape, seconds, is_step in times:
         result = predict_experts(shape, platform)["T_experts_step" if is_step else "T_experts"]
@@ -152,8 +152,8 @@ def expert_errors(times: Iterable[ExpertTime], platform: Platform) -> dict[tuple
     return errors
 
 
-def _seconds_of_parts(time: ExpertTime) -> tuple[float, float, float, float]:
-    """Seconds of each part alone, at a TFLOP or TB a second, or with launches of a microsecond."""
+def _compute_part_seconds(time: ExpertTime) -> tuple[float, float, float, float]:
+    """Compute the seconds of each part alone, at a TFLOP or TB a second, or with launches of a microsecond."""
     alone = []
     for chosen in ("v_gemm", "v_rows", "v_weights", "t_launch"):
         rates = {"v_gemm": FREE, "v_rows": FREE, "v_weights": FREE, "t_launch": 0.0}

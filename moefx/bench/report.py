@@ -66,7 +66,7 @@ def list_peers(results: Results) -> list[str]:
 def format_tables(results: Results) -> str:
     """Return a table for each metric, followed by the failures and the slowest routings."""
     lines = []
-    names = {case: _row_name(*case) for case in results}
+    names = {case: _format_row_name(*case) for case in results}
     width = max(map(len, names.values()), default=0)
     for metric, (title, how) in METRICS.items():
         peers = [peer for peer in list_peers(results) if any(metric in rows.get(peer, {}) for rows in results.values())]
@@ -83,19 +83,19 @@ def format_tables(results: Results) -> str:
     return "\n".join([*lines, *_list_slowest(results)])
 
 
-def _row_name(shape: str, routing: str) -> str:
+def _format_row_name(shape: str, routing: str) -> str:
     return shape if routing == "uniform" else f"{shape} {routing}"
 
 
 def _format_cell(rows: Rows, peer: str, metric: str, how: str) -> str:
     if metric not in rows.get(peer, {}):
         return "-"
-    part = fraction_of_ceiling(rows, peer) if metric == "step_ms" and peer != CEILING else None
+    part = compute_ceiling_fraction(rows, peer) if metric == "step_ms" and peer != CEILING else None
     return f"{rows[peer][metric]:{how}}" + (f" ({part:.2f})" if part else "")
 
 
 def _list_slowest(results: Results) -> list[str]:
-    """For each peer, the slowest routing and its step time over that of uniform routing."""
+    """List the slowest routing of each peer, with its step time over that of uniform routing."""
     lines = []
     for peer in list_peers(results):
         times = {case: rows[peer]["step_ms"] for case, rows in results.items() if "step_ms" in rows.get(peer, {})}
@@ -106,11 +106,11 @@ def _list_slowest(results: Results) -> list[str]:
         }
         if slower and peer != CEILING:
             worst = max(slower, key=lambda case: slower[case])
-            lines.append(f"slowest routing, {peer}: {slower[worst]:.2f} times uniform ({_row_name(*worst)})")
+            lines.append(f"slowest routing, {peer}: {slower[worst]:.2f} times uniform ({_format_row_name(*worst)})")
     return lines
 
 
-def fraction_of_ceiling(rows: Rows, peer: str) -> float | None:
+def compute_ceiling_fraction(rows: Rows, peer: str) -> float | None:
     """Return the fraction of the ceiling that a peer reaches; None if it was not measured."""
     if not all("step_ms" in rows.get(name, {}) for name in (peer, CEILING)):
         return None
@@ -130,7 +130,7 @@ def plot(environment: Mapping[str, Any], results: Results, path: Path) -> None:
     for routing, axes in zip(routings, figure.subplots(len(routings), squeeze=False)[:, 0], strict=True):
         for n, shape in enumerate(shapes):
             rows = results.get((shape, routing), {})
-            parts = {peer: part for peer in colors if (part := fraction_of_ceiling(rows, peer))}
+            parts = {peer: part for peer in colors if (part := compute_ceiling_fraction(rows, peer))}
             for i, (peer, part) in enumerate(parts.items()):  # side by side, without gaps for those not measured
                 axes.bar(n + (i - (len(parts) - 1) / 2) * width, part, width, color=colors[peer])
         axes.axhline(1.0, color="black", linewidth=0.8)

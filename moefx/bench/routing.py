@@ -43,7 +43,7 @@ SYSTEMS = {"moefx": build_pft, "torch's sort": sort_by_expert}
 
 
 def measure(ids: Tensor, weights: Tensor, num_experts: int) -> dict[str, float]:
-    """Milliseconds of each system, after a check that their arrays are equal."""
+    """Measure the milliseconds of each system, after a check that their arrays are equal."""
     arrays = [make(ids, weights, num_experts) for make in SYSTEMS.values()]
     for ours, theirs in zip(*arrays, strict=True):
         assert ours is not None and theirs is not None and torch.equal(ours, theirs), "the arrays differ"

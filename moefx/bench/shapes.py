@@ -70,8 +70,8 @@ _UNGATED = "/silu"
 
 
 def parse_shape(text: str) -> Shape:
-    """One that has a name, also with another number of tokens (`olmoe@512`), or any other one (TxdxhxExK); with `/silu`
-    behind it that of experts without a gate."""
+    """Parse the shape of an expert MLP: a name (`olmoe`), a name with another number of tokens (`olmoe@512`), or sizes
+    (`TxdxhxExK`). The suffix `/silu` means experts without a gate."""
     sizes, gated = text.removesuffix(_UNGATED), not text.endswith(_UNGATED)
     name, _, tokens = sizes.partition("@")
     try:
@@ -87,7 +87,7 @@ def parse_shape(text: str) -> Shape:
 
 
 def random_routing(shape: Shape, device: str = "cuda", kind: str = "uniform", seed: int = 0) -> tuple[Tensor, Tensor]:
-    """(ids [T,K], weights [T,K] float32). "uniform": random scores, max/mean rows an expert about 1.1 to 1.3;
+    """Draw (ids [T,K], weights [T,K] float32). "uniform": random scores, max/mean rows an expert about 1.1 to 1.3;
     "zipf": expert e is wanted as 1/(e+1); "hot": every token's first choice is expert 0."""
     generator = torch.Generator(device=device).manual_seed(seed)
     scores = torch.randn(shape.T, shape.E, device=device, generator=generator)
@@ -102,8 +102,8 @@ def random_routing(shape: Shape, device: str = "cuda", kind: str = "uniform", se
     return ids, weights
 
 
-def random_tensors(shape: Shape, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> tuple[Tensor, ...]:
-    """x [T,d], w1 [E,2h,d] (gate above up; [E,h,d] without a gate), w2 [E,d,h], grad [T,d]."""
+def draw_tensors(shape: Shape, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> tuple[Tensor, ...]:
+    """Draw x [T,d], w1 [E,2h,d] (gate above up; [E,h,d] without a gate), w2 [E,d,h], grad [T,d]."""
     generator = torch.Generator(device=device).manual_seed(1)
 
     def normal(*size: int, scale: float = 1.0) -> Tensor:
@@ -120,7 +120,7 @@ def random_tensors(shape: Shape, dtype: torch.dtype = torch.bfloat16, device: st
 
 
 def activation(shape: Shape, hidden: Tensor) -> Tensor:
-    """[...,2h], or [...,h] without a gate -> [...,h]."""
+    """Apply the activation: [...,2h], or [...,h] without a gate, to [...,h]."""
     if not shape.gated:
         return F.silu(hidden)
     gate, up = hidden.chunk(2, -1)
@@ -128,7 +128,7 @@ def activation(shape: Shape, hidden: Tensor) -> Tensor:
 
 
 def expert_body(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> ExpertBody:
-    """Gate above up in one stack, the routing weight applied to the output in the dtype of the rows."""
+    """Build a body with gate above up in one stack, and the routing weight applied to the output in the rows' dtype."""
     return ExpertBody(
         up=(Gemm(1, True),),
         parts=((0, None, shape.h, 1), (0, shape.h, None, 1)) if shape.gated else ((0, None, None, 1),),

@@ -31,12 +31,13 @@ def list_jobs(kernels: list[str]) -> Iterator[tuple[str, Config]]:
             yield kernel, cut
 
 
-def compile_share(shapes: list[Shape], kernels: list[str], share: int, of: int) -> None:
-    """Compile every `of`-th job by running it on few tokens. Sizes that vary between calls are not compiled in."""
+def compile_share(shapes: list[Shape], kernels: list[str], share: int, num_shares: int) -> None:
+    """Compile every `num_shares`-th job by running it on few tokens. Sizes that vary between calls are not compiled
+    in."""
     for shape in shapes:
         case = None
         for i, (kernel, cut) in enumerate(list_jobs(kernels)):
-            if i % of == share:
+            if i % num_shares == share:
                 case = case or MlpPieces(shape.small)
                 try:
                     case.list_tuned_kernels()[kernel][1](cut)

@@ -33,7 +33,7 @@ from .state.side_effects import (
     copy_registries,
     find_attribute_tensors,
     find_registry_changes,
-    install_stand_ins,
+    install_copies,
     keep_random_state,
     restore_attributes,
     restore_registries,
@@ -80,16 +80,16 @@ def capture_block(
     tracer.sizes, tracer.max_nodes = sizes or SizeLog(dims), max_nodes
     tracer.named = find_attribute_tensors(block)
 
-    def make_stand_in(t: torch.Tensor, name: str) -> torch.Tensor:
+    def make_copy(t: torch.Tensor, name: str) -> torch.Tensor:
         return routing.vary_integers(t, name, (extra_values or {}).get(name, ()))
 
-    state = _register_state(tracer, block, make_stand_in)
+    state = _register_state(tracer, block, make_copy)
     args, kwargs, inputs = _register_inputs(tracer, args, kwargs)
     initial_tensors = dict(state)
     unique = list(block.named_modules())
     names = {id(m): n for n, m in unique if n}
     original_attributes = {n: dict(vars(m)) for n, m in unique}
-    tracer.named |= install_stand_ins(block, make_stand_in)
+    tracer.named |= install_copies(block, make_copy)
     captured_attributes = {n: dict(vars(m)) for n, m in unique}
     registries, hooks = copy_registries(unique, REGISTRIES), copy_registries(unique, HOOKS)
     outside = OutsideState(block, (args, kwargs))
@@ -156,9 +156,9 @@ def _run_block(
 
 
 def _register_state(
-    tracer: Tracer, block: nn.Module, make_stand_in: Callable[[torch.Tensor, str], torch.Tensor]
+    tracer: Tracer, block: nn.Module, make_copy: Callable[[torch.Tensor, str], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Add nodes for parameters and buffers to the graph, and return their stand-ins by name."""
+    """Add nodes for parameters and buffers to the graph, and return their abstract copies by name."""
     state: dict[str, torch.Tensor] = {}
     buffers = {name for name, _ in block.named_buffers(remove_duplicate=False)}
     seen: dict[int, torch.Tensor] = {}
@@ -176,7 +176,7 @@ def _register_state(
         if id(t) in seen:
             state[name] = seen[id(t)]
             continue
-        value = tracer.to_fake(t) if is_float(t) else make_stand_in(t, name)
+        value = tracer.to_fake(t) if is_float(t) else make_copy(t, name)
         node = tracer.register(tracer.graph.create_node("get_attr", name.replace(".", "_")))
         node.meta.update(fqn=name, kind="buffer" if name in buffers else "param", original=t)
         tracer.describe(node, value, False)
@@ -194,7 +194,7 @@ def _register_inputs(
     """Add placeholders for the tensor arguments to the graph.
 
     Returns:
-        args and kwargs with stand-ins for tensors; and for each, its index among the leaves, the stand-in and the node.
+        args and kwargs with abstract copies of tensors; for each copy its index among the leaves, itself and its node.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     inputs: list[tuple[int, torch.Tensor, fx.Node]] = []

@@ -54,7 +54,7 @@ def collect_facts(
             architecture = describe_survey(model, survey)
             if example_inputs is not None:
                 total = _count_call_tokens(survey, architecture.hidden_size)
-                length, source = _sequence_length(example_inputs, total), "as in the example inputs"
+                length, source = _find_sequence_length(example_inputs, total), "as in the example inputs"
     except UnknownArchitecture as error:
         architecture = str(error)
     if plan.tokens is not None:
@@ -103,13 +103,13 @@ def decide(
     use, tried = choices[0], {}
     for zero in (0, 1, 2, 3) if wanted.zero is None else (wanted.zero,):
         tried = {stage: _estimate_candidates(choices, model, stages[stage], zero) for stage, model in models.items()}
-        use = min(choices, key=lambda use: _slowest_stage_rank(use, tried))
-        if not any(_slowest_stage_rank(use, tried)[:1]) or use.tp * use.dp == 1:
+        use = min(choices, key=lambda use: _rank_slowest_stage(use, tried))
+        if not any(_rank_slowest_stage(use, tried)[:1]) or use.tp * use.dp == 1:
             break
     here_tried = sorted(tried.get(own_stage.stage, []), key=lambda t: t.rank)
     first = next((t for t in here_tried if t.use == use), None)
     shown = (first, *(t for t in here_tried if t is not first)) if first else ()
-    warning = _shortage_warning(first, own_stage) if first and first.lacking > 0 else ""
+    warning = _format_shortage_warning(first, own_stage) if first and first.lacking > 0 else ""
     return Decision(_build_plan(use, shown, own_stage), own_stage, shown, warning)
 
 
@@ -124,7 +124,7 @@ def _check_agreement(facts_by_rank: Mapping[int, Facts | str]) -> dict[int, Fact
         if isinstance(facts, str):
             raise InvalidPlan(f"rank {rank} of the mesh cannot go on, {facts}")
         by_rank[rank] = facts
-    (first, expected), *others = ((rank, _agreement_fields(facts)) for rank, facts in by_rank.items())
+    (first, expected), *others = ((rank, _list_agreement_fields(facts)) for rank, facts in by_rank.items())
     for rank, theirs in others:
         if wrong := [
             f"{field}: rank {first} {expected[field]}, rank {rank} {theirs[field]}"
@@ -135,7 +135,7 @@ def _check_agreement(facts_by_rank: Mapping[int, Facts | str]) -> dict[int, Fact
     return by_rank
 
 
-def _agreement_fields(facts: Facts) -> dict[str, str]:
+def _list_agreement_fields(facts: Facts) -> dict[str, str]:
     fields = {f"Plan({name}=...)": repr(value) for name, value in dataclasses.asdict(facts.user_plan).items()}
     return fields | {f"their platform, which {PLATFORM_VARIABLE} may name": facts.here.platform.name}
 
@@ -197,7 +197,7 @@ def _estimate_candidates(choices: list[AxisUse], model: Architecture, facts: Fac
     return candidates
 
 
-def _slowest_stage_rank(use: AxisUse, tried: Mapping[int, list[Candidate]]) -> tuple[float, ...]:
+def _rank_slowest_stage(use: AxisUse, tried: Mapping[int, list[Candidate]]) -> tuple[float, ...]:
     """Return the rank of a use: its best candidate on each stage, and the slowest stage's one."""
     return max((min(t.rank for t in candidates if t.use == use) for candidates in tried.values()), default=(0.0,))
 
@@ -231,7 +231,7 @@ def _has_room_to_gather(chosen: Candidate, facts: Facts) -> bool:
     )
 
 
-def _shortage_warning(least: Candidate, facts: Facts) -> str:
+def _format_shortage_warning(least: Candidate, facts: Facts) -> str:
     assert isinstance(facts.model, Architecture)
     layout, platform, memory = least.entry.layout, facts.here.platform, least.entry.memory
     most = max(STATES, key=memory.__getitem__)
@@ -257,7 +257,8 @@ def _count_call_tokens(survey: Survey, width: int) -> int:
     )
 
 
-def _sequence_length(example_inputs: Any, total: int) -> int:
-    """Tokens of a sequence, if an input [batch, length] has `total` tokens. Otherwise all tokens are one sequence."""
+def _find_sequence_length(example_inputs: Any, total: int) -> int:
+    """Find the tokens of a sequence, if an input [batch, length] has `total` tokens. Otherwise all tokens are one
+    sequence."""
     leaves = [t for t in pytree.tree_leaves(example_inputs) if isinstance(t, torch.Tensor) and t.dim() > 1]
     return next((t.shape[1] for t in leaves if t.shape[0] * t.shape[1] == total), total)

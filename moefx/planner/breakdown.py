@@ -32,14 +32,16 @@ LABELS = {
 }  # fmt: skip
 
 
-def memory_parts(model: Architecture, platform: Platform, layout: Layout) -> dict[str, float]:
-    """Bytes of each part on the stage that needs most. They add up to `M_gpu`."""
+def compute_memory_parts(model: Architecture, platform: Platform, layout: Layout) -> dict[str, float]:
+    """Compute the bytes of each part on the stage that needs most. They add up to `M_gpu`."""
     stage = find_fullest_stage(model, layout)
     return evaluate_parts(MEMORY, "M_gpu", layout.values(model, stage) | {"M_fw": platform.overhead})
 
 
-def time_parts(model: Architecture, platform: Platform, layout: Layout, experts_first: bool = True) -> dict[str, float]:
-    """Seconds of each part of a step. They add up to `T_step`."""
+def compute_time_parts(
+    model: Architecture, platform: Platform, layout: Layout, experts_first: bool = True
+) -> dict[str, float]:
+    """Compute the seconds of each part of a step. They add up to `T_step`."""
     sheet = find_step_sheet(layout, platform, experts_first)
     return evaluate_parts(sheet, "T_step", collect_values(model, layout, platform, experts_first))
 
@@ -69,7 +71,7 @@ def split_sum(sheet: Sheet, name: str) -> dict[str, sympy.Expr]:
 
 
 def _list_terms(sheet: Sheet, formula: Formula) -> list[tuple[sympy.Expr, Formula | None]]:
-    """Terms of a sum, each with the result of the same unit that it is a multiple of, or None."""
+    """List the terms of a sum, each with the result of the same unit that it is a multiple of, or None."""
     terms = []
     for term in sympy.Add.make_args(sympy.expand(formula.expression)):
         factors = [sheet.formulas.get(str(factor)) for factor in sympy.Mul.make_args(term)]

@@ -12,7 +12,7 @@ from .architecture import Architecture, Attention
 
 
 def _mla(num_heads: int, query_rank: int = 1536, num_extra: int = 0) -> Attention:
-    """Attention with DeepSeek-V2's head and latent sizes."""
+    """Build attention with DeepSeek-V2's head and latent sizes."""
     return Attention(
         num_heads=num_heads, num_kv_heads=num_heads, head_size=192, value_size=128, query_rank=query_rank, kv_rank=512,
         rope_size=64, num_extra=num_extra,

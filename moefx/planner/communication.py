@@ -123,7 +123,7 @@ def exchange_symbol(dispatch: str) -> str:
 
 
 def row_bytes(width: int, choices: int, experts_per_rank: int, is_weighted: bool = True) -> tuple[int, int, int, int]:
-    """Bytes of a row in (dispatch, combine, backward of combine, backward of dispatch).
+    """Compute the bytes of a row in (dispatch, combine, backward of combine, backward of dispatch).
 
     A row has the token's values of two bytes each. In dispatch each slot adds its routing weight (four bytes) and its
     expert's number on the rank, in the backward of dispatch the weight's gradient. Columns begin at multiples of 16
@@ -147,7 +147,7 @@ Links = tuple[tuple[float, float], ...]
 
 
 def combine_links(sizes: tuple[int, ...], links: Links) -> tuple[float, float]:
-    """(alpha, beta) of an even exchange among all ranks.
+    """Compute (alpha, beta) of an even exchange among all ranks.
 
     Each level carries its part of the bytes that leave a rank. The levels work in parallel, so the slowest one counts.
     """
@@ -158,7 +158,7 @@ def combine_links(sizes: tuple[int, ...], links: Links) -> tuple[float, float]:
     return max(alpha for alpha, _ in links), slowest / (1 - 1 / ranks) if ranks > 1 else links[0][1]
 
 
-def level_values(
+def collect_level_values(
     sizes: tuple[int, ...], links: Links, whole: tuple[float, float], handling: float = 0.0
 ) -> dict[str, float]:
     """Return a topology's values for `build_exchange_sheet(len(sizes))`.

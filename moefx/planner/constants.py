@@ -27,7 +27,7 @@ _INSTEAD = {
 
 
 def render_sources(platform: Platform) -> str:
-    """Tables of the platform's figures and networks."""
+    """Render tables of the platform's figures and networks."""
     rows = []
     for name, value in _list_figures(platform).items():
         shown = amount(value, _UNITS.get(name, "1"))

@@ -94,7 +94,7 @@ _SIZES = ("hidden_size", "num_experts", "top_k", "expert_size", "matrices", "par
 
 
 def _read_expert_sizes(graph: Any, name: str) -> tuple[int, ...]:
-    """Sizes of a rewritten block, as `_SIZES` names them."""
+    """Read the sizes of a rewritten block, as `_SIZES` names them."""
     mlps = graph.find(torch.ops.moefx.expert_mlp.default)
     if len(mlps) != 1:
         raise UnknownArchitecture(f"{name} has {len(mlps)} kinds of fused experts; the planner takes blocks with one")
@@ -124,7 +124,7 @@ def _find_layers(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
 
 
 def _count_outside(model: nn.Module, layers: dict[str, nn.Module], d: int) -> tuple[int, int]:
-    """(vocabulary size, number of parameters) outside of the layers.
+    """Count (vocabulary size, parameters) outside of the layers.
 
     An embedding whose rows are not `d` wide is not the vocabulary's.
     """

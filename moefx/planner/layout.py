@@ -116,7 +116,7 @@ class Layout:
         return self.tp * self.dp // self.ep
 
     def in_flight(self, stage: int) -> float:
-        """Micro-batches whose activations a stage (from 0) keeps at its peak, in units of a whole stage.
+        """Count the micro-batches whose activations a stage (from 0) keeps at its peak, in units of a whole stage.
 
         GPipe: all (Piper eq. 3). 1F1B: one for each stage behind it (eq. 4). Interleaved: Megatron-LM's warm-up (arXiv
         2104.04473 section 2.2), in chunks of a stage. Zero bubble (arXiv 2401.10241 section 2): under H1 every stage
@@ -130,8 +130,8 @@ class Layout:
             return min(warm_up, most * self.chunks) / self.chunks
         return min({"1f1b": behind, "zb-h1": self.pp, "zb-h2": 2 * self.pp - 1}[self.schedule], most)
 
-    def layers_of(self, model: Architecture, stage: int) -> tuple[int, int]:
-        """(layers, layers with experts) of a stage (from 0).
+    def count_stage_layers(self, model: Architecture, stage: int) -> tuple[int, int]:
+        """Count (layers, layers with experts) of a stage (from 0).
 
         Layers are split evenly. If they do not divide, the first stages have one more.
         """
@@ -173,7 +173,7 @@ class Layout:
         if self.pp > model.num_layers:
             raise InvalidPlan(f"pp={self.pp} stages, but {model.name} has {model.num_layers} layers")
         kept, gathers = CHECKPOINT_POLICIES[self.kept], self.dispatch == "gather"
-        return _model_values(model) | self.spread(self.zero) | {
+        return _collect_model_values(model) | self.spread(self.zero) | {
             "PP": self.pp, "TP": self.tp, "EP": self.ep, "G": self.tp if self.ssmb else 1,
             "b": self.sequences, "s": self.tokens, "m": self.in_flight(stage),
             "n_emb": 1 if self.pp > 1 or model.is_tied else 2,
@@ -186,7 +186,7 @@ class Layout:
 
 
 @functools.lru_cache(maxsize=64)
-def _model_values(model: Architecture) -> dict[str, float]:
+def _collect_model_values(model: Architecture) -> dict[str, float]:
     a, d = model.attention, model.hidden_size
     return {
         "d": d, "L": model.num_layers, "L_moe": model.num_moe_layers, "E": model.num_experts, "k": model.top_k,

@@ -82,7 +82,7 @@ def recognize_device(device: str) -> str | None:
 
 
 def _device(device_type: str, node: int) -> tuple[str, float]:
-    """(device name, bytes of memory for a rank)."""
+    """Return (device name, bytes of memory for a rank)."""
     if device_type == "cuda":
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         return properties.name, float(properties.total_memory)

@@ -93,7 +93,7 @@ def _read_sizes(config: Any) -> dict[str, Any]:
 
 
 def _find_missing(config: Any, path: Path) -> dict[str, Any]:
-    """Sizes that are in the file under no name, with the default values that transformers uses."""
+    """Find the sizes that are in the file under no name, with the default values that transformers uses."""
     inner = getattr(config, "text_config", None)
     read = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
     read = {**read, **(read.get("text_config") or {})} if inner else read

@@ -53,7 +53,7 @@ def list_stage_ops(schedule: Schedule, stages: int, stage: int, microbatches: in
 
 
 def _alternate(forwards: list[Op], backwards: list[Op], first: int) -> list[Op]:
-    """`first` forwards, then a backward and a forward in turns, then the remaining backwards."""
+    """Yield `first` forwards, then a backward and a forward in turns, then the remaining backwards."""
     ops = forwards[:first]
     for i, backward in enumerate(backwards):
         ops += [backward, *forwards[first + i : first + i + 1]]
@@ -99,7 +99,7 @@ def run_events(
     return ops, start, [[ended[stage, op] for op in todo] for stage, todo in enumerate(ops)]
 
 
-def waiting_share(schedule: Schedule, stages: int, microbatches: int, forward: float, weights: float) -> float:
+def compute_waiting_share(schedule: Schedule, stages: int, microbatches: int, forward: float, weights: float) -> float:
     """Compute how much each other stage adds to a step, as a share of a micro-batch's time, from the order of events.
 
     All stages are alike. Beyond twice as many micro-batches as stages the share stays the same.
@@ -110,11 +110,11 @@ def waiting_share(schedule: Schedule, stages: int, microbatches: int, forward: f
     if stages == 1:
         return 0.0
     later = round(weights, 2) if schedule.startswith("zb") else 0.0  # part of the backward in other schedules
-    return _waiting_share(schedule, stages, min(microbatches, 2 * stages), round(forward, 2), later)
+    return _compute_waiting_share(schedule, stages, min(microbatches, 2 * stages), round(forward, 2), later)
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _waiting_share(schedule: Schedule, stages: int, microbatches: int, forward: float, weights: float) -> float:
+def _compute_waiting_share(schedule: Schedule, stages: int, microbatches: int, forward: float, weights: float) -> float:
     seconds = {"F": forward, "B": 1.0 - forward - weights, "W": weights}
     *_, end = run_events(schedule, stages, microbatches, lambda _, op: seconds[op.kind], zero=0.0, latest=max)
     return (max(times[-1] for times in end) - microbatches) / (stages - 1)

@@ -161,7 +161,7 @@ class Platform:
         return tuple(reversed(sizes)), tuple(reversed(networks))
 
     def ring(self, group: int, stride: int = 1) -> float:
-        """Seconds for each byte that a rank sends in a ring of `group` ranks, `stride` apart (an all-reduce).
+        """Estimate the seconds per byte that a rank sends in a ring of `group` ranks, `stride` apart (an all-reduce).
 
         As in NCCL and RCCL, there are as many rings as a node has ranks of the group. Each ring has a part of the bytes
         and leaves the node by another rank's NIC.
@@ -236,7 +236,7 @@ def _has_equal_links(first: Network, second: Network) -> bool:
 
 
 def count_nodes(group: int, stride: int, node: int) -> tuple[int, int]:
-    """(nodes, ranks of each node) of a group of ranks `stride` apart, numbered node by node.
+    """Count (nodes, ranks of each node) of a group of ranks `stride` apart, numbered node by node.
 
     EP first: experts have stride 1, their replicas stride EP. DP first: the other way round (X-MoE appendix C.1).
     """

@@ -55,7 +55,7 @@ def place_labels(
 
 
 def _sample_points(corners: Any) -> list[tuple[float, float]]:
-    """Points of a line on the screen, a few pixels apart."""
+    """Sample points of a line on the screen, a few pixels apart."""
     points = []
     for (x0, y0), (x1, y1) in itertools.pairwise(corners):
         steps = max(int(max(abs(x1 - x0), abs(y1 - y0)) / 4), 1)

@@ -17,7 +17,7 @@ from .breakdown import LABELS
 from .catalogue import MODELS
 from .part_colors import OTHER, find_colors
 from .plot_labels import place_labels
-from .regions import LayoutGrid, ssmb_border
+from .regions import LayoutGrid, compute_ssmb_border
 from .scaling import ScalingPoint
 
 if TYPE_CHECKING:
@@ -123,11 +123,16 @@ def plot_ssmb_border(model: Architecture, tokens: int) -> Figure:
     top = 2.5 * max(choices for _, choices in points)  # room for names
     lines = [
         axes.plot(
-            ends, [ssmb_border(length) * w for w in ends], style, color=_DARK, lw=1.2, label=f"border, s = {length}"
+            ends,
+            [compute_ssmb_border(length) * w for w in ends],
+            style,
+            color=_DARK,
+            lw=1.2,
+            label=f"border, s = {length}",
         )[0]
         for length, style in zip((2048, 4096, 8192), ("--", "-", ":"), strict=True)
     ]
-    here = [ssmb_border(tokens) * w for w in ends]
+    here = [compute_ssmb_border(tokens) * w for w in ends]
     axes.fill_between(ends, here, [top] * 2, color=_CYAN, alpha=0.25, lw=0, label=f"SSMB saves more, s = {tokens}")
     axes.fill_between(ends, [0.3] * 2, here, color=_SAND, alpha=0.3, lw=0, label=f"TED saves more, s = {tokens}")
     for (width, choices), names in points.items():

@@ -87,7 +87,7 @@ class Ranking:
             IndexError: fewer layouts fit.
         """
         if not self.entries:
-            raise NothingFits(self._nothing_fits_message())
+            raise NothingFits(self._format_nothing_fits())
         if not -len(self.entries) <= index < len(self.entries):
             raise IndexError(f"no entry {index}: {len(self.entries)} layouts fit, print the ranking for the reasons")
         return self.entries[index]
@@ -192,7 +192,7 @@ class Ranking:
         return "\n".join(lines)
 
     def reasons(self) -> list[tuple[str, str]]:
-        """(sizes, reason) for each kind of rejection. `rejected` has all sizes of each kind."""
+        """Return (sizes, reason) for each kind of rejection. `rejected` has all sizes of each kind."""
         lines, short = [], dict[str, list[Rejected]]()
         for rejected in self.rejected:
             if rejected.lacking:
@@ -215,7 +215,7 @@ class Ranking:
     def nearest(self) -> Rejected | None:
         return self.result.nearest
 
-    def _nothing_fits_message(self) -> str:
+    def _format_nothing_fits(self) -> str:
         head, nearest = f"no layout of {self.model.name} fits {self.num_ranks} x {self.platform.device}", self.nearest
         if nearest is None:
             return f"{head}: no sizes divide. Take another world_size or batch; print(ranking) has the reasons"
@@ -230,7 +230,8 @@ class Ranking:
         )
 
     def fewest(self) -> MinGpus | None:
-        """If nothing fits, find the smallest number of GPUs on which a layout fits, by doubling. Takes some seconds."""
+        """Find the smallest number of GPUs on which a layout fits, by doubling, if nothing fits here. Takes some
+        seconds."""
         return find_min_gpus(self)
 
 

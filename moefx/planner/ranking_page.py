@@ -10,10 +10,17 @@ from typing import TYPE_CHECKING
 from ..util.html_page import build_details, build_page, build_table
 from ..util.unit_text import amount
 from . import plots
-from .breakdown import LABELS, memory_parts, time_parts
+from .breakdown import LABELS, compute_memory_parts, compute_time_parts
 from .constants import render_assumptions, render_sources
 from .entries import COLUMNS, LEGEND, SIZES, Entry
-from .regions import TRADE_OFF, LayoutGrid, build_layout_grid, saved_by_ssmb, ssmb_border, trade_off_values
+from .regions import (
+    TRADE_OFF,
+    LayoutGrid,
+    build_layout_grid,
+    collect_trade_off_values,
+    compute_ssmb_border,
+    explain_ssmb_saving,
+)
 from .scaling import ScalingPoint, explain_above_ideal, search_scaling
 from .symbols import ExplainedFormulas, explain_formulas
 
@@ -28,7 +35,7 @@ _PUT_IN = "inserted numbers are in bytes, FLOP and seconds, results in larger un
 
 
 def file_name(ranking: Ranking) -> str:
-    """`plan-MODEL-PLATFORM-GPUS.html`, with characters that file names may have."""
+    """Return `plan-MODEL-PLATFORM-GPUS.html`, with characters that file names may have."""
     name = f"plan-{ranking.model.name}-{ranking.platform.name}-{ranking.num_ranks}"
     return re.sub(r"[^A-Za-z0-9._]+", "-", name) + ".html"
 
@@ -92,11 +99,11 @@ def _render_best(ranking: Ranking, with_plots: bool, say: ReportProgress) -> lis
     """Return the table of the best layouts, and their memory and time by part."""
     best = ranking.entries[:MOST]
     rows = [[str(i), *entry.cells()] for i, entry in enumerate(best, 1)]
-    names = [f"{i}: {name}" for i, name in enumerate(_unique_labels(best), 1)]
+    names = [f"{i}: {name}" for i, name in enumerate(_build_unique_labels(best), 1)]
     say("memory and time by part")
     model, platform = ranking.model, ranking.platform
-    bytes_of = [memory_parts(model, platform, e.layout) for e in best]
-    seconds_of = [time_parts(model, platform, e.layout, e.experts_first) for e in best]
+    bytes_of = [compute_memory_parts(model, platform, e.layout) for e in best]
+    seconds_of = [compute_time_parts(model, platform, e.layout, e.experts_first) for e in best]
     pictures = ("", "")
     if with_plots:
         pictures = (
@@ -163,7 +170,7 @@ def _render_ssmb(ranking: Ranking, with_plots: bool, say: ReportProgress) -> str
     model, tokens = ranking.model, ranking.request.tokens
     ratio = model.top_k / model.expert_size
     rows = [
-        [str(s), f"{ssmb_border(s):.3g}", f"{ratio:.3g}", "SSMB" if ratio > ssmb_border(s) else "TED"]
+        [str(s), f"{compute_ssmb_border(s):.3g}", f"{ratio:.3g}", "SSMB" if ratio > compute_ssmb_border(s) else "TED"]
         for s in sorted({2048, 4096, 8192, tokens})
     ]
     picture = (
@@ -174,7 +181,7 @@ def _render_ssmb(ranking: Ranking, with_plots: bool, say: ReportProgress) -> str
     example = ""
     if len(ranking):
         layout = ranking[0].layout
-        values = trade_off_values(model, layout)
+        values = collect_trade_off_values(model, layout)
         results = TRADE_OFF(**values)
         has = f", with G = {values['G']:g} ranks for the dense matrices"
         with_ranks = has if layout.tp > 1 else f" has no TP; with G = {values['G']:g} ranks for the dense matrices"
@@ -198,7 +205,7 @@ def _render_ssmb(ranking: Ranking, with_plots: bool, say: ReportProgress) -> str
 
 def _render_ssmb_savings(ranking: Ranking) -> str:
     """Return the memory that SSMB saves with moefx's own checkpoint policy, if the layout can have SSMB."""
-    shown = saved_by_ssmb(ranking.model, ranking[0].layout, ranking.platform)
+    shown = explain_ssmb_saving(ranking.model, ranking[0].layout, ranking.platform)
     if not shown:
         return ""
     return (
@@ -209,7 +216,7 @@ def _render_ssmb_savings(ranking: Ranking) -> str:
 
 
 def _render_explained(shown: ExplainedFormulas) -> str:
-    """Formulas, and the meaning of their symbols."""
+    """Render formulas, and the meaning of their symbols."""
     symbols = build_table(["symbol", "value", "meaning"], shown.symbols, texts=3)
     return f"<pre><code>{escape(shown.formulas)}</code></pre>{build_details('meaning of the symbols', symbols)}"
 
@@ -229,7 +236,9 @@ def _render_scaling(ranking: Ranking, with_plots: bool, say: ReportProgress) -> 
         )
     ]
     rows = [
-        _scaling_row(kind, point, points) for kind, points in (("strong", strong), ("weak", weak)) for point in points
+        _format_scaling_row(kind, point, points)
+        for kind, points in (("strong", strong), ("weak", weak))
+        for point in points
     ]
     for row, point in zip(rows, [*strong, *weak], strict=True):
         row[-1] = f"{point.batch * ranking.request.tokens / point.best.seconds:,.0f}" if point.best else "-"
@@ -244,7 +253,7 @@ def _render_scaling(ranking: Ranking, with_plots: bool, say: ReportProgress) -> 
     )
 
 
-def _scaling_row(kind: str, point: ScalingPoint, points: Sequence[ScalingPoint]) -> list[str]:
+def _format_scaling_row(kind: str, point: ScalingPoint, points: Sequence[ScalingPoint]) -> list[str]:
     sizes = [str(point.num_ranks), str(point.batch)]
     if point.best is None:
         why = f"does not fit: {amount(point.lacking, 'B')} too much" if point.lacking else "no layout divides"
@@ -273,8 +282,8 @@ def _render_rejected(ranking: Ranking) -> str:
     return f"<h3>Rejected</h3>{shown}{build_details('all of them', listed) if kinds != entries else ''}"
 
 
-def _unique_labels(entries: Sequence[Entry]) -> list[str]:
-    """`Entry.short` of each entry, followed by the other columns that differ if several entries have the same label."""
+def _build_unique_labels(entries: Sequence[Entry]) -> list[str]:
+    """Return `Entry.short` of each entry, and other columns that differ between entries of the same label."""
     names = [entry.short for entry in entries]
     columns = list(COLUMNS)[1:]
     labels = []

@@ -80,7 +80,7 @@ TRADE_OFF = Sheet(
 )  # fmt: skip
 
 
-def ssmb_border(tokens: int, capacity_factor: float = 1.0) -> float:
+def compute_ssmb_border(tokens: int, capacity_factor: float = 1.0) -> float:
     """Return the ratio of top-k to expert width at which SSMB and TED save the same (X-MoE figure 17). Above, SSMB
     saves more.
 
@@ -92,7 +92,7 @@ def ssmb_border(tokens: int, capacity_factor: float = 1.0) -> float:
     return X_MOE(**anything | {"S": tokens, "c": capacity_factor})["r_border"]
 
 
-def trade_off_values(model: Architecture, layout: Layout) -> dict[str, float]:
+def collect_trade_off_values(model: Architecture, layout: Layout) -> dict[str, float]:
     """Return the symbols' values for `TRADE_OFF`. A layout without TP is treated as TP of two ranks.
 
     `n_kept` is the number of layers whose activations are kept at the same time, over all micro-batches in flight.
@@ -118,7 +118,7 @@ _SAVED = {
 }
 
 
-def saved_by_ssmb(model: Architecture, layout: Layout, platform: Platform) -> ExplainedFormulas | None:
+def explain_ssmb_saving(model: Architecture, layout: Layout, platform: Platform) -> ExplainedFormulas | None:
     """Return the formulas of the memory that SSMB saves for a layout, with numbers; None if the layout cannot have
     SSMB."""
     if layout.tp == 1 or layout.ep % layout.tp:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ..util.unit_text import amount
-from .breakdown import LABELS, memory_parts, time_parts
+from .breakdown import LABELS, compute_memory_parts, compute_time_parts
 from .entries import Entry
 from .search import search_layouts
 
@@ -34,7 +34,7 @@ class ScalingPoint:
     lacking: float = 0.0
 
     def of_ideal(self, first: ScalingPoint) -> float:
-        """GPU-seconds for each sequence at the first point, over those at this point."""
+        """Return the GPU-seconds for each sequence at the first point, over those at this point."""
         assert self.best and first.best
         ideal = first.best.seconds * first.num_ranks / first.batch
         return ideal / (self.best.seconds * self.num_ranks / self.batch)
@@ -96,7 +96,7 @@ def _explain_impossible(ranking: Ranking, top: ScalingPoint, first: ScalingPoint
     if (shared := dp * (x.tp if x.ssmb else 1)) % x.ep:
         return f"would leave {shared} of {there} to share experts among, which EP = {x.ep} does not divide"
     fewer = dataclasses.replace(x, dp=dp, microbatches=first.batch // (dp * x.sequences))
-    here, wanted = memory_parts(model, platform, x), memory_parts(model, platform, fewer)
+    here, wanted = compute_memory_parts(model, platform, x), compute_memory_parts(model, platform, fewer)
     most = max(here, key=lambda part: wanted[part] - here[part])
     grown = f"{LABELS[most]} {amount(wanted[most], 'B')} instead of {amount(here[most], 'B')}"
     needs = f"would need {amount(sum(wanted.values()), 'B')} of a GPU's {amount(platform.memory_bytes, 'B')}"
@@ -108,7 +108,9 @@ def _list_savings(ranking: Ranking, top: ScalingPoint, first: ScalingPoint) -> s
 
     def parts(point: ScalingPoint) -> dict[str, float]:
         assert point.best
-        seconds_by_part = time_parts(ranking.model, ranking.platform, point.best.layout, point.best.experts_first)
+        seconds_by_part = compute_time_parts(
+            ranking.model, ranking.platform, point.best.layout, point.best.experts_first
+        )
         return {name: seconds * point.num_ranks / point.batch for name, seconds in seconds_by_part.items()}
 
     before, behind = parts(first), parts(top)

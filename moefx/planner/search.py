@@ -22,7 +22,7 @@ from .step_formulas import (
     evaluate_memory,
     evaluate_memory_by_zero,
     find_step_sheet,
-    units_above,
+    find_units_above,
 )
 
 if TYPE_CHECKING:
@@ -122,7 +122,9 @@ def _list_entries(
     for layout in _list_layouts(model, platform, num_ranks, request, rejected):
         least = layout.tp if layout.ssmb else 1  # ranks that are neighbours in both placements
         placements = [first for first in (True, False) if first or least < layout.ep < layout.tp * layout.dp]
-        near = [first for first in placements if not reach or layout.ep == 1 or _axis_reach(layout, first) <= reach]
+        near = [
+            first for first in placements if not reach or layout.ep == 1 or _compute_axis_reach(layout, first) <= reach
+        ]
         if not near:
             _reject(rejected, f"crosses the fast domain of {reach} ranks (Piper eq. 10)", EP=layout.ep)
             continue
@@ -156,11 +158,11 @@ def _list_layouts(
     model: Architecture, platform: Platform, num_ranks: int, request: SearchRequest, rejected: _Reasons
 ) -> Iterator[Layout]:
     """Yield all layouts whose sizes divide, without policy, schedule and dispatch."""
-    for pp in _divisors(num_ranks):
+    for pp in _list_divisors(num_ranks):
         if pp > model.num_layers:
             _reject(rejected, f"more stages than the {model.num_layers} layers (Piper eq. 9)", PP=pp)
             continue
-        for tp in _divisors(num_ranks // pp):
+        for tp in _list_divisors(num_ranks // pp):
             if tp > platform.node_size:
                 _reject(rejected, f"crosses the node of {platform.node_size} ranks", TP=tp)
                 continue
@@ -171,8 +173,8 @@ def _list_layouts(
             if request.batch % dp:
                 _reject(rejected, f"does not divide the batch of {request.batch} sequences", DP=dp)
                 continue
-            sequences = [b for b in _divisors(request.batch // dp) if b <= request.most_sequences]
-            for ep in _divisors(tp * dp):
+            sequences = [b for b in _list_divisors(request.batch // dp) if b <= request.most_sequences]
+            for ep in _list_divisors(tp * dp):
                 if model.num_experts % ep:
                     _reject(rejected, f"does not divide the {model.num_experts} experts (Piper eq. 8)", EP=ep)
                     continue
@@ -215,10 +217,10 @@ def _build_entry(
     model: Architecture, layout: Layout, platform: Platform, experts_first: bool, memory: dict[str, float]
 ) -> Entry:
     step = find_step_sheet(layout, platform, experts_first)(**collect_values(model, layout, platform, experts_first))
-    return Entry(layout, experts_first, memory, step, units_above(layout, platform, experts_first))
+    return Entry(layout, experts_first, memory, step, find_units_above(layout, platform, experts_first))
 
 
-def _axis_reach(layout: Layout, experts_first: bool) -> int:
+def _compute_axis_reach(layout: Layout, experts_first: bool) -> int:
     """Number of ranks from the first to the last rank of an expert axis."""
     return layout.ep if experts_first else (layout.ep - 1) * layout.expert_replicas + 1
 
@@ -264,6 +266,6 @@ def _size_key(layout: Layout) -> tuple[int, int, int]:
 
 
 @functools.lru_cache(maxsize=256)
-def _divisors(number: int) -> tuple[int, ...]:
+def _list_divisors(number: int) -> tuple[int, ...]:
     small = [i for i in range(1, math.isqrt(number) + 1) if number % i == 0]
     return tuple(dict.fromkeys([*small, *(number // i for i in reversed(small))]))

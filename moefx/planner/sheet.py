@@ -30,7 +30,7 @@ class distinct_parts(sympy.Function):
 
 
 def distinct(num_experts: sympy.Expr, top_k: sympy.Expr, parts: sympy.Expr) -> sympy.Expr:
-    """Expected number of equal parts of the experts that a token's experts are in (X-MoE figure 4), uniform routing."""
+    """Return the expected number of equal parts of the experts that hold a token's experts (X-MoE figure 4)."""
     expression: Any = distinct_parts(num_experts, top_k, parts)
     return expression
 
@@ -80,7 +80,7 @@ class Sheet:
             self.formulas[formula.name] = formula
         made: set[str] = set()
         for formula in self:
-            later = _symbol_names(formula.expression) & (self.formulas.keys() - made)
+            later = _list_symbol_names(formula.expression) & (self.formulas.keys() - made)
             if later:
                 raise ValueError(f"{formula.name} uses {', '.join(sorted(later))}, which is not above it")
             made.add(formula.name)
@@ -94,7 +94,7 @@ class Sheet:
     @functools.cached_property
     def inputs(self) -> list[str]:
         """Names of the quantities that a call needs, sorted."""
-        return sorted(set().union(*(_symbol_names(f.expression) for f in self)) - self.formulas.keys())
+        return sorted(set().union(*(_list_symbol_names(f.expression) for f in self)) - self.formulas.keys())
 
     def __call__(self, **values: float) -> dict[str, float]:
         """Evaluate all results.
@@ -113,7 +113,7 @@ class Sheet:
         while left:
             formulas.append(formula := self.formulas[left.pop(0)])
             seen = {f.name for f in formulas} | set(left)
-            left += [n for n in self.formulas if n in _symbol_names(formula.expression) and n not in seen]
+            left += [n for n in self.formulas if n in _list_symbol_names(formula.expression) and n not in seen]
         return formulas
 
     def format_results(self, *names: str, **values: float) -> str:
@@ -145,7 +145,7 @@ def format_number(value: float) -> str:
     return f"{value:.6g}" if value < 1e6 else f"{value:.4g}"
 
 
-def _symbol_names(expression: sympy.Expr) -> set[str]:
+def _list_symbol_names(expression: sympy.Expr) -> set[str]:
     return {symbol.name for symbol in expression.free_symbols}  # type: ignore[attr-defined]
 
 

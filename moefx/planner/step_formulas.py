@@ -11,11 +11,18 @@ import sympy
 
 from ..errors import InvalidPlan
 from .architecture import Architecture
-from .communication import VOLUMES, build_exchange_sheet, combine_links, exchange_symbol, level_values, row_bytes
+from .communication import (
+    VOLUMES,
+    build_exchange_sheet,
+    collect_level_values,
+    combine_links,
+    exchange_symbol,
+    row_bytes,
+)
 from .compute import FORWARD
 from .layout import CHECKPOINT_POLICIES, Layout, PlannedDispatch
 from .memory_formulas import ACTIVATIONS, STATES, TOTAL
-from .pipeline_order import waiting_share
+from .pipeline_order import compute_waiting_share
 from .platforms import Network, Platform
 from .sheet import Formula, Sheet, quantities, quantity
 
@@ -42,7 +49,7 @@ T_bubble, T_grads, T_optimizer, T_step = quantities("T_bubble T_grads T_optimize
 
 
 def _parts(layers: sympy.Expr, moe: sympy.Expr, logits: Any) -> dict[str, sympy.Expr]:
-    """Seconds of a micro-batch in `layers` layers, `moe` of them with experts.
+    """Build the seconds of a micro-batch in `layers` layers, `moe` of them with experts.
 
     Args:
         logits: 1 to include the logits, otherwise 0.
@@ -87,12 +94,12 @@ STEP = Sheet(
 )  # fmt: skip
 
 # Share of a micro-batch's time that each other stage adds to a step: 1, or 1/v with v chunks (arXiv 2104.04473). Under
-# zero bubble the share depends on the number of micro-batches: see `_with_bubble`.
+# zero bubble the share depends on the number of micro-batches: see `_correct_bubble`.
 _BUBBLES = {"gpipe": 1.0, "1f1b": 1.0, "zb-h1": 1 / 3, "zb-h2": 1 / 3}
 
 
-def flop_per_token(model: Architecture, tokens: int) -> float:
-    """FLOP of a token's forward and backward without recomputation: F_model of Piper eq. 12.
+def compute_flop_per_token(model: Architecture, tokens: int) -> float:
+    """Compute the FLOP of a token's forward and backward without recomputation: F_model of Piper eq. 12.
 
     Args:
         tokens: tokens of a sequence.
@@ -137,7 +144,7 @@ def _find_fullest(model: Architecture, layout: Layout) -> tuple[int, dict[str, f
 
 @functools.lru_cache(maxsize=64)
 def _evaluate_states(model: Architecture, pp: int, tp: int, dp: int, ep: int) -> dict[int, dict[str, float]]:
-    """Results of `STATES` for each stage of ZeRO. They do not depend on tokens and checkpoint policy."""
+    """Evaluate `STATES` for each stage of ZeRO. They do not depend on tokens and checkpoint policy."""
     layout = Layout(pp=pp, tp=tp, dp=dp, ep=ep)
     return {zero: STATES(**layout.values(model) | layout.spread(zero)) for zero in range(4)}
 
@@ -150,14 +157,14 @@ def collect_values(
     The longest stage (`l_t` layers, `l_t_moe` with experts, `h_t` logits) is one with the most layers, or the last one,
     which has the logits.
     """
-    values = _shared_values(model, layout, platform, experts_first)
+    values = _collect_shared_values(model, layout, platform, experts_first)
     kinds = [dict(zip(("l_t", "l_t_moe", "h_t"), kind, strict=True)) for kind in _list_longest_stages(model, layout.pp)]
     one = find_step_sheet(layout, platform, experts_first)
     kind = kinds[0] if len(kinds) == 1 else max(kinds, key=lambda kind: one(**values, **kind)["T_micro"])
-    return _with_bubble(layout, values | kind, one)
+    return _correct_bubble(layout, values | kind, one)
 
 
-def _with_bubble(layout: Layout, values: dict[str, float], formulas: Sheet) -> dict[str, float]:
+def _correct_bubble(layout: Layout, values: dict[str, float], formulas: Sheet) -> dict[str, float]:
     """Correct `bubble_of` of zero-bubble schedules (arXiv 2401.10241 section 2).
 
     With few micro-batches the pipeline fills and drains for longer than gradients of weights take. Their share of the
@@ -174,17 +181,19 @@ def _with_bubble(layout: Layout, values: dict[str, float], formulas: Sheet) -> d
     forward += (results["T_tp"] + results["T_gather"]) / (2 + again) + results["T_params"] / 2
     weights = dense - scores + moe * (results["T_experts_step"] - 2 * results["T_experts"])
     shares = forward / results["T_micro"], weights / results["T_micro"]
-    return values | {"bubble_of": waiting_share(layout.schedule, layout.pp, layout.microbatches, *shares)}
+    return values | {"bubble_of": compute_waiting_share(layout.schedule, layout.pp, layout.microbatches, *shares)}
 
 
-def _shared_values(model: Architecture, layout: Layout, platform: Platform, experts_first: bool) -> dict[str, float]:
+def _collect_shared_values(
+    model: Architecture, layout: Layout, platform: Platform, experts_first: bool
+) -> dict[str, float]:
     values = layout.values(model, layout.pp - 1)
     stage_ranks, replicas_apart = layout.tp * layout.dp, layout.ep if experts_first else 1
     tensor, stages = platform.network_of(layout.tp), platform.network_of(2, stage_ranks)
-    sizes, networks = _expert_levels(layout, platform, experts_first)
+    sizes, networks = _find_expert_levels(layout, platform, experts_first)
     links = tuple((n.latency, 1 / n.bandwidth) for n in networks)
-    return values | level_values(sizes, links, combine_links(sizes, links), platform.handling) | {
-        "t": layout.sequences * layout.tokens / values["G"], **row_widths(model, layout),
+    return values | collect_level_values(sizes, links, combine_links(sizes, links), platform.handling) | {
+        "t": layout.sequences * layout.tokens / values["G"], **compute_row_widths(model, layout),
         "n_z3": int(layout.zero > 2), "BW": platform.memory_bandwidth, "tile": TILE, "skew": 1.0,
         **platform.dense_rates(), **platform.expert_rates(),
         "DP": layout.dp, "R": layout.expert_replicas, "M": layout.microbatches,
@@ -195,21 +204,22 @@ def _shared_values(model: Architecture, layout: Layout, platform: Platform, expe
         "beta_pp": 1 / (stages.p2p or stages.bandwidth), "n_p2p": layout.transfers(),
         "alpha_tp": tensor.latency, "alpha_pp": stages.latency, "n_tp": int(layout.tp > 1), "n_g": int(layout.ssmb),
         "n_grads": layout.microbatches if layout.zero > 1 else 1,
-        "ranks": layout.num_ranks, "F_token": flop_per_token(model, layout.tokens),
+        "ranks": layout.num_ranks, "F_token": compute_flop_per_token(model, layout.tokens),
         "B": layout.sequences * layout.microbatches * layout.dp,
     }  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1024)
 def _list_longest_stages(model: Architecture, pp: int) -> list[tuple[int, int, int]]:
-    """(layers, layers with experts, logits) of the stages that may take longest: no other stage exceeds them in all."""
-    counts = [(*Layout(pp=pp).layers_of(model, stage), int(stage == pp - 1)) for stage in range(pp)]
+    """List (layers, layers with experts, logits) of the stages that may take longest: no other stage exceeds them in
+    all."""
+    counts = [(*Layout(pp=pp).count_stage_layers(model, stage), int(stage == pp - 1)) for stage in range(pp)]
     most = [k for k in counts if not any(all(map(operator.le, k, other)) and k != other for other in counts)]
     return list(dict.fromkeys(most))
 
 
-def row_widths(model: Architecture, layout: Layout) -> dict[str, float]:
-    """Bytes of a row, averaged over dispatch, combine and their backwards.
+def compute_row_widths(model: Architecture, layout: Layout) -> dict[str, float]:
+    """Compute the bytes of a row, averaged over dispatch, combine and their backwards.
 
     "w" is a row with all slots of its token, "w1" one with a single slot, "w_all" one of "gather", whose destinations
     are numbers of all experts.
@@ -231,7 +241,7 @@ def find_step_sheet(layout: Layout, platform: Platform, experts_first: bool = Tr
     Raises:
         InvalidPlan: the dispatch needs several levels, and the expert axis has one.
     """
-    sizes, networks = _expert_levels(layout, platform, experts_first)
+    sizes, networks = _find_expert_levels(layout, platform, experts_first)
     if layout.dispatch in ("rbd", "halo") and len(sizes) == 1 < layout.ep:
         where = f"EP={layout.ep} is within one: {networks[0].name!r}"
         raise InvalidPlan(f"dispatch={layout.dispatch!r} goes by levels, but {where}")
@@ -241,9 +251,9 @@ def find_step_sheet(layout: Layout, platform: Platform, experts_first: bool = Tr
 def estimate_dispatches(
     model: Architecture, layout: Layout, platform: Platform, experts_first: bool = True
 ) -> dict[str, float]:
-    """Seconds of one exchange in one direction, for each possible dispatch."""
-    sizes, _ = _expert_levels(layout, platform, experts_first)
-    results = build_exchange_sheet(len(sizes))(**_shared_values(model, layout, platform, experts_first))
+    """Estimate the seconds of one exchange in one direction, for each possible dispatch."""
+    sizes, _ = _find_expert_levels(layout, platform, experts_first)
+    results = build_exchange_sheet(len(sizes))(**_collect_shared_values(model, layout, platform, experts_first))
     return {
         dispatch: results[symbol]
         for dispatch in get_args(PlannedDispatch)
@@ -251,21 +261,21 @@ def estimate_dispatches(
     }
 
 
-def units_above(layout: Layout, platform: Platform, experts_first: bool = True) -> tuple[int, ...]:
-    """Sizes in ranks of the units above a node at which the links of the expert axis change, fine to coarse.
+def find_units_above(layout: Layout, platform: Platform, experts_first: bool = True) -> tuple[int, ...]:
+    """Find the sizes in ranks of the units above a node at which the links of the expert axis change, fine to coarse.
 
     They are the value of `Plan(topology_levels=...)`; "rbd" and "halo" have a hop for each.
     """
     if layout.ep == 1 or layout.dispatch not in ("rbd", "halo"):
         return ()
-    _, networks = _expert_levels(layout, platform, experts_first)
+    _, networks = _find_expert_levels(layout, platform, experts_first)
     return tuple(sorted(n.ranks for n in networks[1:] if n.ranks > platform.node_size))
 
 
-def _expert_levels(
+def _find_expert_levels(
     layout: Layout, platform: Platform, experts_first: bool
 ) -> tuple[tuple[int, ...], tuple[Network, ...]]:
-    """Levels of the expert axis: its ranks are neighbours, or their replicas are (X-MoE appendix C.1)."""
+    """Find the levels of the expert axis: its ranks are neighbours, or their replicas are (X-MoE appendix C.1)."""
     return platform.levels(layout.ep, 1 if experts_first else layout.expert_replicas)
 
 

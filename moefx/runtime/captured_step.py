@@ -178,7 +178,8 @@ class _Graph:
             if now[name] != value:
                 raise InvalidInput(
                     f"{name} changed from {value} to {now[name]} since the capture, and the graph still uses {value}. "
-                    'Make it a tensor on the GPU (`lr=torch.tensor(1e-3, device="cuda")`) and fill that, or capture again'
+                    'Make it a tensor on the GPU (`lr=torch.tensor(1e-3, device="cuda")`) and fill that, or capture '
+                    "again"
                 )
 
     def _read_options(self) -> Iterator[tuple[str, Any]]:

@@ -16,7 +16,7 @@ from torch.autograd import DeviceType
 from moefx import cli
 from moefx.bench import ep, layers, moe, peers, results, routing, stages, tune
 from moefx.bench.peers import ABLATION, PEERS, Inputs
-from moefx.bench.shapes import SHAPES, Shape, parse_shape, random_routing, random_tensors
+from moefx.bench.shapes import SHAPES, Shape, draw_tensors, parse_shape, random_routing
 
 ROOT = Path(__file__).parents[2]
 SMALL = Shape("small", T=96, d=32, h=16, E=8, K=2)
@@ -24,7 +24,7 @@ UNGATED = dataclasses.replace(SMALL, gated=False)
 
 
 def inputs_of(shape: Shape) -> Inputs:
-    x, w1, w2, grad = random_tensors(shape, device="cpu")
+    x, w1, w2, grad = draw_tensors(shape, device="cpu")
     return Inputs(shape, x, w1, w2, grad, *random_routing(shape, device="cpu"))
 
 
@@ -40,7 +40,7 @@ ON_A_CPU = ["moefx", "torch grouped_mm", "transformers", "transformers eager"]
 def test_every_peer_computes_the_same_outputs_and_gradients(inputs, name):
     if name.startswith("transformers"):
         pytest.importorskip("transformers.models.qwen3_moe")
-    errors = moe.result_errors(inputs, PEERS[name](inputs).step())
+    errors = moe.compute_result_errors(inputs, PEERS[name](inputs).step())
     assert set(errors) == {"out", "grad_x", "grad_weights", "grad_w1", "grad_w2"}
     assert all(0 < error < 0.02 for error in errors.values()), errors
 
@@ -49,7 +49,7 @@ def test_every_peer_computes_the_same_outputs_and_gradients(inputs, name):
 def test_experts_without_a_gate(name):
     inputs = inputs_of(UNGATED)
     assert UNGATED.matrices == 2 and inputs.w1.shape == (8, 16, 32)
-    errors = moe.result_errors(inputs, (PEERS | ABLATION)[name](inputs).step())
+    errors = moe.compute_result_errors(inputs, (PEERS | ABLATION)[name](inputs).step())
     assert len(errors) == 5 and all(0 < error < 0.02 for error in errors.values()), errors
 
 
@@ -61,7 +61,7 @@ def test_peers_that_need_a_gate_refuse_ungated_experts(name):
 
 @pytest.mark.parametrize("name", ABLATION)
 def test_outputs_and_gradients_of_the_ablation(inputs, name):
-    errors = moe.result_errors(inputs, ABLATION[name](inputs).step())
+    errors = moe.compute_result_errors(inputs, ABLATION[name](inputs).step())
     assert len(errors) == 5 and all(0 < error < 0.02 for error in errors.values()), errors
 
 
@@ -86,7 +86,7 @@ def test_configurations_of_a_peer_are_shared_out(inputs, monkeypatch):
     monkeypatch.setitem(PEERS, "peer", peer)
     for share in range(4):
         module.many.configs, module.one.configs = list(range(10)), [100]
-        peers.compile_share("peer", inputs, share, of=4)
+        peers.compile_share("peer", inputs, share, num_shares=4)
     assert sorted(c for configs in ran for c in configs if c < 100) == list(range(10))
     assert all(configs[-1] == 100 for configs in ran)
 
@@ -96,7 +96,7 @@ def test_an_error_is_seen(inputs):
     for i in range(5):
         results = [out, *gradients]
         results[i] = results[i] * 1.1
-        assert sum(error > 0.05 for error in moe.result_errors(inputs, tuple(results)).values()) == 1
+        assert sum(error > 0.05 for error in moe.compute_result_errors(inputs, tuple(results)).values()) == 1
 
 
 @pytest.mark.parametrize("keep, columns", [("h", 2 * SMALL.K * SMALL.h), ("x", 0)])
@@ -189,7 +189,7 @@ def test_exchange_time_hidden_behind_compute(tmp_path):
         ("gemm", 2.5, 3.5),
         ("mirrored_exchange", 5.0, 6.0),
     ]
-    assert ep.overlap_times(spans) == {"exchange_ms": 3.0, "compute_ms": 3.5, "hidden_ms": 1.5}
+    assert ep.compute_overlap(spans) == {"exchange_ms": 3.0, "compute_ms": 3.5, "hidden_ms": 1.5}
     pytest.importorskip("matplotlib")
     ep.plot_timeline({"dedup": spans, "flat": spans[1:]}, tmp_path / "steps.png")
     assert (tmp_path / "steps.png").stat().st_size > 5000

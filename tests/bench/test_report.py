@@ -78,4 +78,4 @@ def test_the_committed_results_name_their_environment():
     environment, results = report.read_results(RESULTS)
     assert "H200" in environment["devices"]["accelerator"] and environment["versions"]["triton"]
     assert {shape for shape, _ in results} == {shape.name for shape in SHAPES}
-    assert len(results) == 30 and all(report.fraction_of_ceiling(rows, "moefx") for rows in results.values())
+    assert len(results) == 30 and all(report.compute_ceiling_fraction(rows, "moefx") for rows in results.values())

@@ -80,7 +80,7 @@ class TestChains:
         assert search_blocks(nn.Sequential(nn.Linear(D, D), nn.ReLU()), (X,), {}).chains == []
 
 
-class TestTwins:
+class TestEqualModules:
     def test_equal_layers_run_once(self):
         ran = itertools.count()  # captures restore lists
 
@@ -92,7 +92,7 @@ class TestTwins:
         model = Stack(0)
         model.layers.extend(Counted() for _ in range(5))
         found = search_blocks(model, (X,), {})
-        assert next(ran) == 1 and found.twins == {f"layers.{i}": "layers.0" for i in range(1, 5)}
+        assert next(ran) == 1 and found.equal_modules == {f"layers.{i}": "layers.0" for i in range(1, 5)}
         assert found.calls["layers.4"].args[0].shape == (5, D)
 
     def test_other_shapes_run_again(self):
@@ -104,7 +104,7 @@ class TestTwins:
             def forward(self, x):
                 return self.b(self.a(x)[:2])
 
-        assert search_blocks(Halved(), (X,), {}).twins == {}
+        assert search_blocks(Halved(), (X,), {}).equal_modules == {}
 
     def test_training_mode_is_part_of_the_signature(self):
         a, b = Layer(), Layer()

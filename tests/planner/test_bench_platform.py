@@ -20,10 +20,10 @@ from moefx.bench.platform_results import DeviceResults, PlatformResults
 from moefx.bench.rate_fit import (
     ExpertTime,
     GemmTime,
+    compute_gemm_errors,
     fit_dense_rates,
     fit_link,
     fit_shares,
-    gemm_errors,
     predict_experts,
 )
 from moefx.bench.shapes import parse_shape
@@ -128,7 +128,7 @@ def test_links_and_gemms_without_a_part():
 def test_fit_reproduces_gemm_times(peak, bandwidth, launch):
     times = gemms(peak, bandwidth, launch)
     made = dataclasses.replace(H200, **fit_dense_rates(times, H200.peak))
-    assert max(map(abs, gemm_errors(times, made))) < 1e-3  # as times that the formula made must be
+    assert max(map(abs, compute_gemm_errors(times, made))) < 1e-3  # as times that the formula made must be
 
 
 @pytest.fixture

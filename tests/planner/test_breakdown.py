@@ -9,7 +9,7 @@ import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefx.planner.breakdown import LABELS, evaluate_parts, memory_parts, split_sum, time_parts
+from moefx.planner.breakdown import LABELS, compute_memory_parts, compute_time_parts, evaluate_parts, split_sum
 from moefx.planner.catalogue import MODELS, find_model
 from moefx.planner.layout import Layout
 from moefx.planner.memory_formulas import MEMORY
@@ -61,18 +61,18 @@ def test_numbers_add_up(model, platform, powers, experts, kept, zero, flags, dis
         dispatch=dispatch, microbatches=8,
     )  # fmt: skip
     machine = dataclasses.replace(find_platform(platform), overhead=2.0**30)
-    found, stages = memory_parts(find_model(model), machine, layout), (0, pp - 1)
+    found, stages = compute_memory_parts(find_model(model), machine, layout), (0, pp - 1)
     whole = max(MEMORY(**layout.values(find_model(model), at), M_fw=2.0**30)["M_gpu"] for at in stages)
     assert sum(found.values()) == pytest.approx(whole, rel=1e-12)
     assert all(value >= 0 for value in found.values()) and found["M_gpu"] == 2.0**30
-    assert all(value >= 0 for value in time_parts(find_model(model), machine, layout).values())
+    assert all(value >= 0 for value in compute_time_parts(find_model(model), machine, layout).values())
 
 
 def test_parts_of_a_ranking():
     ranking = plan("olmoe-1b-7b", "a100-40gb", 16, batch=64)
     for entry in ranking.entries[::7]:
-        bytes_of = memory_parts(ranking.model, ranking.platform, entry.layout)
-        seconds_of = time_parts(ranking.model, ranking.platform, entry.layout, entry.experts_first)
+        bytes_of = compute_memory_parts(ranking.model, ranking.platform, entry.layout)
+        seconds_of = compute_time_parts(ranking.model, ranking.platform, entry.layout, entry.experts_first)
         assert sum(bytes_of.values()) == pytest.approx(entry.memory["M_gpu"], rel=1e-12)
         assert sum(seconds_of.values()) == pytest.approx(entry.seconds, rel=1e-12)
         assert bytes_of["M_optimizer"] == entry.memory["M_optimizer"]

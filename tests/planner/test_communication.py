@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefx.planner.communication import REDUNDANCY, VOLUMES, build_exchange_sheet, exchange_symbol, level_values
+from moefx.planner.communication import REDUNDANCY, VOLUMES, build_exchange_sheet, collect_level_values, exchange_symbol
 from moefx.planner.platforms import count_nodes
 from moefx.runtime.ranks.link_costs import Link, Links, predict_seconds
 
@@ -31,7 +31,7 @@ def test_seconds_are_those_that_dispatch_auto_compares(sizes, num_experts, top_k
     levels = tuple(levels[: len(sizes)])
     links = Links(Link(*whole), tuple(Link(*level) for level in levels), handling)
     theirs = predict_seconds(links, sizes, num_experts, top_k, 4096.0, tokens, gathered_bytes=4160.0 * tokens)
-    widths, level = dict(w=4096.0, w1=4096.0, w_all=4160.0), level_values(sizes, levels, whole, handling)
+    widths, level = dict(w=4096.0, w1=4096.0, w_all=4160.0), collect_level_values(sizes, levels, whole, handling)
     found = build_exchange_sheet(len(sizes))(E=num_experts, k=top_k, t=tokens, **widths, **level)
     assert {way: found[exchange_symbol(way)] for way in theirs} == pytest.approx(theirs)
 
@@ -40,7 +40,7 @@ def test_seconds_are_those_that_dispatch_auto_compares(sizes, num_experts, top_k
 @given(SIZES, st.sampled_from([512, 1024]), st.integers(1, 8))
 def test_rows_over_levels(sizes, num_experts, top_k):
     """What leaves a rank at any level is all that leaves it, and never more with duplicates taken out."""
-    level = level_values(sizes, ((0.0, 1e-9),) * len(sizes), (0.0, 1e-9))
+    level = collect_level_values(sizes, ((0.0, 1e-9),) * len(sizes), (0.0, 1e-9))
     found = build_exchange_sheet(len(sizes))(E=num_experts, k=top_k, t=1, w=1, w1=1, w_all=1, **level)
     ranks, places = math.prod(sizes), range(1, len(sizes) + 1)
     assert found["D"] <= min(top_k, ranks) + 1e-9
@@ -52,7 +52,7 @@ def test_rows_over_levels(sizes, num_experts, top_k):
 
 def test_rows_that_leave_the_node():
     """k(N-1)/N of a token in all, D(N-1)/N with duplicates taken out."""
-    level = level_values((4, 8), ((0.0, 1e-9),) * 2, (0.0, 1e-9))
+    level = collect_level_values((4, 8), ((0.0, 1e-9),) * 2, (0.0, 1e-9))
     found = build_exchange_sheet(2)(E=256, k=8, t=1, w=1, w1=1, w_all=1, **level)
     assert found["rows_flat_1"] == 8 * 3 / 4
     assert found["rows_rbd_1"] == pytest.approx(8 * (1 - 0.548) * 3 / 4, rel=2e-3)

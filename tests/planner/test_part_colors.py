@@ -8,11 +8,11 @@ import re
 import pytest
 
 from moefx.planner import plots
-from moefx.planner.breakdown import LABELS, memory_parts, time_parts
+from moefx.planner.breakdown import LABELS, compute_memory_parts, compute_time_parts
 from moefx.planner.catalogue import MODELS
 from moefx.planner.part_colors import OTHER, find_colors
 from moefx.planner.ranking import plan
-from moefx.planner.ranking_page import _unique_labels, render
+from moefx.planner.ranking_page import _build_unique_labels, render
 from moefx.planner.regions import build_layout_grid
 from moefx.planner.scaling import search_scaling
 
@@ -89,10 +89,10 @@ def list_cut_texts(figure) -> list[str]:
 
 def test_no_label_is_cut(ranking):
     best = ranking.entries[:10]
-    names = [f"{i}: {name}" for i, name in enumerate(_unique_labels(best), 1)]
+    names = [f"{i}: {name}" for i, name in enumerate(_build_unique_labels(best), 1)]
     model, platform = ranking.model, ranking.platform
-    bytes_of = [memory_parts(model, platform, e.layout) for e in best]
-    seconds_of = [time_parts(model, platform, e.layout, e.experts_first) for e in best]
+    bytes_of = [compute_memory_parts(model, platform, e.layout) for e in best]
+    seconds_of = [compute_time_parts(model, platform, e.layout, e.experts_first) for e in best]
     figures = {
         "memory": plots.plot_memory(names, bytes_of, platform.memory_bytes),
         "time": plots.plot_seconds(names, seconds_of),

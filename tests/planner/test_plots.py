@@ -8,10 +8,10 @@ import sys
 import pytest
 
 from moefx.planner import plots
-from moefx.planner.breakdown import memory_parts, time_parts
+from moefx.planner.breakdown import compute_memory_parts, compute_time_parts
 from moefx.planner.catalogue import MODELS
 from moefx.planner.ranking import plan
-from moefx.planner.regions import build_layout_grid, ssmb_border
+from moefx.planner.regions import build_layout_grid, compute_ssmb_border
 from moefx.planner.scaling import search_scaling
 
 pytest.importorskip("matplotlib")
@@ -29,7 +29,7 @@ def texts(axes):
 
 def test_bars_are_as_long_as_memory(narrow):
     entries = narrow.entries[:4]
-    parts = [memory_parts(narrow.model, narrow.platform, e.layout) for e in entries]
+    parts = [compute_memory_parts(narrow.model, narrow.platform, e.layout) for e in entries]
     figure = plots.plot_memory(["a", "b", "c", "d"], parts, narrow.platform.memory_bytes)
     (axes,) = figure.axes
     ends = [0.0] * 4
@@ -48,7 +48,7 @@ def test_bars_are_as_long_as_memory(narrow):
 
 
 def test_bars_are_as_long_as_steps(narrow):
-    parts = [time_parts(narrow.model, narrow.platform, e.layout, e.experts_first) for e in narrow.entries[:3]]
+    parts = [compute_time_parts(narrow.model, narrow.platform, e.layout, e.experts_first) for e in narrow.entries[:3]]
     (axes,) = plots.plot_seconds(["a", "b", "c"], parts).axes
     ends = [max(bars[i].get_x() + bars[i].get_width() for bars in axes.containers) for i in range(3)]
     assert ends == pytest.approx([e.seconds for e in narrow.entries[:3]])
@@ -95,7 +95,7 @@ def test_models_are_above_or_below_the_border(name):
     lines = {line.get_label(): line for line in axes.lines if str(line.get_label()).startswith("border")}
     for length in (2048, 4096, 8192):
         x, y = lines[f"border, s = {length}"].get_data()
-        assert list(y) == pytest.approx([ssmb_border(length) * at for at in x])
+        assert list(y) == pytest.approx([compute_ssmb_border(length) * at for at in x])
     (star,) = [line for line in axes.lines if line.get_marker() == "*"]
     assert (star.get_xdata()[0], star.get_ydata()[0]) == (MODELS[name].expert_size, MODELS[name].top_k)
     assert name in [line for text in texts(axes) for line in text.split("\n")]

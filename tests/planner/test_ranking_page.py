@@ -17,7 +17,7 @@ from moefx.planner.constants import render_assumptions, render_sources
 from moefx.planner.platforms import FITTED, FREE, PLATFORMS, Network, Platform
 from moefx.planner.ranking import plan, search
 from moefx.planner.ranking_page import INSTALL, file_name, has_plots, render
-from moefx.planner.regions import build_layout_grid, saved_by_ssmb
+from moefx.planner.regions import build_layout_grid, explain_ssmb_saving
 from moefx.planner.scaling import search_scaling
 from moefx.util.unit_text import amount
 
@@ -71,7 +71,7 @@ def test_every_result_is_on_the_page(large):
         assert escape(rejected.label) in text and escape(rejected.why) in text
     for source in (*ranking.platform.sources.values(), *(n.source for n in ranking.platform.networks)):
         assert escape(source) in text
-    assert escape(saved_by_ssmb(ranking.model, ranking[0].layout, ranking.platform).formulas) in text
+    assert escape(explain_ssmb_saving(ranking.model, ranking[0].layout, ranking.platform).formulas) in text
     assert escape(ranking.model.note) in text and escape(ranking[0].plan().to_json()) in text
 
 

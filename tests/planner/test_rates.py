@@ -10,9 +10,9 @@ import pytest
 from moefx.bench.platform_results import PlatformResults
 from moefx.bench.rate_fit import (
     ExpertTime,
-    expert_errors,
+    compute_expert_errors,
+    compute_gemm_errors,
     fit_expert_rates,
-    gemm_errors,
     predict_experts,
     read_expert_times,
 )
@@ -29,7 +29,7 @@ H200 = find_platform("h200")
 def test_ten_shapes_within_15_percent():
     """The worst is 11 %, the mean 4 %; none of the ten is among those that the rates are from."""
     platform = FOUND.platform("here", H200)
-    found = expert_errors(TIMES, platform)
+    found = compute_expert_errors(TIMES, platform)
     assert {shape for shape, _ in found} == {shape.name for shape in SHAPES} and len(found) == 20
     assert not {time.shape for time in GRID} & {time.shape for time in TIMES}
     assert max(map(abs, found.values())) < 0.15
@@ -40,14 +40,14 @@ def test_shapes_that_the_rates_are_fitted_to():
     """GEMMs of 64 to 16384 rows; experts, forward and steps."""
     platform = FOUND.platform("here", H200)
     assert len(FOUND.device.gemms) == 40 and len(GRID) == 28
-    assert max(map(abs, gemm_errors(FOUND.device.gemms, platform))) < 0.20
-    assert max(map(abs, expert_errors(GRID, platform).values())) < 0.12
+    assert max(map(abs, compute_gemm_errors(FOUND.device.gemms, platform))) < 0.20
+    assert max(map(abs, compute_expert_errors(GRID, platform).values())) < 0.12
 
 
 def test_the_docs_quote_the_errors():
     """Of GEMMs too, which are further off than experts."""
     page = " ".join((RESULTS.parents[1] / "docs" / "planner.md").read_text(encoding="utf-8").split())
-    gemms, experts = gemm_errors(FOUND.device.gemms, H200), list(expert_errors(GRID, H200).values())
+    gemms, experts = compute_gemm_errors(FOUND.device.gemms, H200), list(compute_expert_errors(GRID, H200).values())
     for wrong in (gemms, experts):
         assert f"{100 * min(wrong):+.1f} .. {100 * max(wrong):+.1f} %" in page
     assert f"{100 * sum(map(abs, gemms)) / len(gemms):.1f} % on average" in page

@@ -11,7 +11,13 @@ from moefx.planner.layout import Layout
 from moefx.planner.paper_formulas import X_MOE
 from moefx.planner.platforms import PLATFORMS
 from moefx.planner.ranking import plan
-from moefx.planner.regions import TRADE_OFF, build_layout_grid, saved_by_ssmb, ssmb_border, trade_off_values
+from moefx.planner.regions import (
+    TRADE_OFF,
+    build_layout_grid,
+    collect_trade_off_values,
+    compute_ssmb_border,
+    explain_ssmb_saving,
+)
 from moefx.planner.scaling import search_scaling
 from moefx.planner.step_formulas import evaluate_memory
 from moefx.util.unit_text import amount
@@ -60,14 +66,14 @@ def test_both_save_equally_on_the_border(name, tokens):
     """X-MoE eq. 1 and 2; sides of figure 17's own models are in `test_paper_formulas`."""
     model = find_model(name)
     found = X_MOE(k=model.top_k, H_FFN=model.expert_size, H=model.hidden_size, S=tokens, c=1, G=4)
-    assert (model.top_k / model.expert_size > ssmb_border(tokens)) == (found["A_saving"] > found["M_mincost"])
+    assert (model.top_k / model.expert_size > compute_ssmb_border(tokens)) == (found["A_saving"] > found["M_mincost"])
 
 
 def test_the_trade_off_equals_the_papers():
     """Two matrices, an expert a rank, one layer and micro-batch."""
     model = find_model("x-moe-large").replace(num_layers=1, num_moe_layers=1)
     layout = Layout(tp=4, dp=64, ep=256, ssmb=True)
-    found = TRADE_OFF(**trade_off_values(model, layout))
+    found = TRADE_OFF(**collect_trade_off_values(model, layout))
     theirs = X_MOE(k=8, H_FFN=2048, H=7168, S=4096, c=1, G=4)
     assert (found["A_saving"], found["M_cost"]) == (theirs["A_saving"], theirs["M_mincost"])
 
@@ -75,8 +81,8 @@ def test_the_trade_off_equals_the_papers():
 def test_the_trade_off_of_a_stage():
     """Activations of every layer and micro-batch in flight, or of one layer where they run again; states of all."""
     model, layout = find_model("deepseek-v3"), Layout(pp=4, tp=4, dp=4, ep=16, ssmb=True, microbatches=8)
-    found = TRADE_OFF(**trade_off_values(model, layout))
-    again = TRADE_OFF(**trade_off_values(model, dataclasses.replace(layout, recompute=True)))
+    found = TRADE_OFF(**collect_trade_off_values(model, layout))
+    again = TRADE_OFF(**collect_trade_off_values(model, dataclasses.replace(layout, recompute=True)))
     assert found["A_saving"] == again["A_saving"] * 15 * 4
     assert found["M_cost"] == again["M_cost"] == 15 * 16 * 4 * 3 * 2048 * 7168 * 3 / 4
 
@@ -91,10 +97,10 @@ def test_savings_of_ssmb_are_shown_with_their_formula(pp, recompute, kept):
         for ssmb in (True, False)
     )
     saved = evaluate_memory(model, without, platform)["M_gpu"] - evaluate_memory(model, with_it, platform)["M_gpu"]
-    shown = str(saved_by_ssmb(model, with_it, platform))
+    shown = str(explain_ssmb_saving(model, with_it, platform))
     assert shown.splitlines()[0].startswith("M_saved = ") and shown.splitlines()[1].endswith(f" = {amount(saved, 'B')}")
-    assert shown == str(saved_by_ssmb(model, without, platform))
-    assert saved_by_ssmb(model, dataclasses.replace(with_it, tp=1, ssmb=False), platform) is None
+    assert shown == str(explain_ssmb_saving(model, without, platform))
+    assert explain_ssmb_saving(model, dataclasses.replace(with_it, tp=1, ssmb=False), platform) is None
 
 
 @pytest.mark.parametrize("is_weak", [False, True])

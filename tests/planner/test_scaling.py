@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from moefx.planner.breakdown import time_parts
+from moefx.planner.breakdown import compute_time_parts
 from moefx.planner.ranking import plan
 from moefx.planner.scaling import ScalingPoint, explain_above_ideal, search_scaling
 from moefx.planner.step_formulas import evaluate_memory
@@ -35,7 +35,9 @@ def test_the_cause_of_more_than_ideal(ranking, weak):
     needs = evaluate_memory(ranking.model, there, ranking.platform)["M_gpu"]
     assert f"would need {amount(needs, 'B')} of a GPU's 80 GiB on 32 GPUs (optimizer states " in said
     experts = [
-        time_parts(ranking.model, ranking.platform, point.best.layout)["T_experts"] * point.num_ranks / point.batch
+        compute_time_parts(ranking.model, ranking.platform, point.best.layout)["T_experts"]
+        * point.num_ranks
+        / point.batch
         for point in (first, top)
     ]
     assert f"experts ({experts[0]:.3g} instead of {experts[1]:.3g})" in said

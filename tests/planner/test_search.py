@@ -18,7 +18,7 @@ from moefx.planner.layout import Layout
 from moefx.planner.platforms import Network, find_platform
 from moefx.planner.ranking import plan, search
 from moefx.planner.search import choose_layout_dispatch, estimate_entry
-from moefx.planner.step_formulas import build_step_sheet, collect_values, evaluate_memory, flop_per_token
+from moefx.planner.step_formulas import build_step_sheet, collect_values, compute_flop_per_token, evaluate_memory
 from moefx.util.unit_text import amount
 
 from ..pace import within
@@ -214,9 +214,9 @@ def test_bubbles():
 
 def test_mfu_counts_the_flop_of_the_model():
     found = seconds()
-    flop = flop_per_token(MODEL, 4096) * 8 * 8 * 4096
+    flop = compute_flop_per_token(MODEL, 4096) * 8 * 8 * 4096
     assert found["MFU"] == pytest.approx(flop / (found["T_step"] * 32 * PLATFORM.peak))
-    assert 6 * 3.0e9 < flop_per_token(MODEL, 1) < 6 * 3.35e9
+    assert 6 * 3.0e9 < compute_flop_per_token(MODEL, 1) < 6 * 3.35e9
 
 
 def test_the_command_prints_a_ranking(capsys, tmp_path, monkeypatch):
@@ -364,10 +364,10 @@ def test_layers_that_run_again_exchange_again():
 
 
 def test_divisors_are_complete_and_ascending():
-    from moefx.planner.search import _divisors
+    from moefx.planner.search import _list_divisors
 
     for number in (1, 2, 12, 36, 97, 1024):
-        assert _divisors(number) == tuple(i for i in range(1, number + 1) if number % i == 0)
+        assert _list_divisors(number) == tuple(i for i in range(1, number + 1) if number % i == 0)
 
 
 def test_gather_is_estimated_if_it_is_named():

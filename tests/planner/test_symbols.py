@@ -11,7 +11,7 @@ import pytest
 from moefx import cli
 from moefx.planner.layout import PlannedDispatch
 from moefx.planner.memory_formulas import MEMORY
-from moefx.planner.regions import TRADE_OFF, saved_by_ssmb
+from moefx.planner.regions import TRADE_OFF, explain_ssmb_saving
 from moefx.planner.sheet import Formula, Sheet, distinct, quantities
 from moefx.planner.step_formulas import build_step_sheet
 from moefx.planner.symbols import SYMBOLS, explain_formulas, find_meaning
@@ -83,7 +83,7 @@ def test_the_command_and_the_page_show_symbols(large, capsys):
     for shown in ranking.formulas(1):
         for name, value, text in shown.symbols:
             assert re.search(rf"^  {re.escape(name)} +{re.escape(value)} +{re.escape(text)}$", printed, re.M)
-    on_page = [*ranking.formulas(0), saved_by_ssmb(ranking.model, ranking[0].layout, ranking.platform)]
+    on_page = [*ranking.formulas(0), explain_ssmb_saving(ranking.model, ranking[0].layout, ranking.platform)]
     for shown in on_page:
         for row in shown.symbols:
             assert "".join(f"<td>{escape(cell)}</td>" for cell in row) in page

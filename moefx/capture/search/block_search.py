@@ -59,7 +59,7 @@ class BlockCandidates:
     Attributes:
         chains: for each selection, the paths of modules to try, innermost first.
         calls: the first call of each module, by path.
-        twins: modules that did not run because an equal one had: path -> path of that module.
+        equal_modules: modules that did not run because an equal one had: path -> path of that module.
         branches: candidates with equal parts that work in parallel, not in sequence.
         structural: modules with expert-like parameters.
         has_attention: whether the model has attention.
@@ -68,7 +68,7 @@ class BlockCandidates:
 
     chains: list[list[str]]
     calls: dict[str, SurveyedCall]
-    twins: dict[str, str]
+    equal_modules: dict[str, str]
     branches: set[str]
     structural: set[str]
     has_attention: bool
@@ -82,7 +82,8 @@ class BlockCandidates:
         """
         if not self.objects and not all_objects:
             return None
-        run = self.calls[self.twins[call.name]] if call.name in self.twins else call  # the equal module that ran
+        ran = self.equal_modules.get(call.name)  # the equal module that ran instead
+        run = call if ran is None else self.calls[ran]
         return plan_skipped_calls(run.args, run.kwargs, None if all_objects else self.objects, run.inner)
 
 
@@ -156,7 +157,7 @@ class _SearchRun:
         self.paths = {id(m): n for n, m in model.named_modules()}
         self.signatures = {id(m): compute_signature(m) for m in model.modules()}
         self.calls: dict[str, SurveyedCall] = {}
-        self.twins: dict[str, str] = {}
+        self.equal_modules: dict[str, str] = {}
         self.objects: dict[int, Any] = {}
         self._first: dict[tuple, tuple[str, Any]] = {}  # path and result of the first module with a key
         self._running: list[SurveyedCall] = []  # outermost first
@@ -173,7 +174,7 @@ class _SearchRun:
         covered = {n for chain in chains for n in chain}
         branches = set()
         structural = find_expert_like(self.model)
-        made_by = {n: name for name in self.twins for n in self.calls[name].outputs}
+        made_by = {n: name for name in self.equal_modules for n in self.calls[name].outputs}
         structural |= {name: [] for name in find_named_experts(nodes, made_by, structural.keys() | covered)}
         for name, parts in structural.items():
             if name in self.calls and name not in covered:
@@ -182,13 +183,13 @@ class _SearchRun:
                     branches.add(name)
         chains = [c for c in chains if c]
         return BlockCandidates(
-            chains, self.calls, self.twins, branches, set(structural), has_attention(nodes), self.objects
+            chains, self.calls, self.equal_modules, branches, set(structural), has_attention(nodes), self.objects
         )
 
     def wrap_call(self, tracer: Tracer, original: Callable) -> Callable:
         """Return a call of a module that notes it, and returns known results without a run."""
 
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def run_or_reuse(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             name = self.paths.get(id(module))
             if name is None or tracer.whole_op_depth or not tracer.is_own_thread():
                 return original(module, *args, **kwargs)
@@ -196,52 +197,52 @@ class _SearchRun:
                 items = copy_items(passed) if find_base_type(passed) is not None else None
                 self._passed.setdefault(id(passed), (passed, items))
             if name == "":
-                seen = self.calls.setdefault("", SurveyedCall("", args, kwargs))
-                return self._run_inside(tracer, seen, original, module, args, kwargs)
+                surveyed = self.calls.setdefault("", SurveyedCall("", args, kwargs))
+                return self._run_inside(tracer, surveyed, original, module, args, kwargs)
             leaves = [_describe_argument(x) for x in pytree.tree_leaves((args, kwargs))]
             key = (self.signatures[id(module)], tuple(leaves))
-            seen = SurveyedCall(name, args, kwargs, _find_nodes(tracer, (args, kwargs)))
-            self.calls.setdefault(name, seen)
+            surveyed = SurveyedCall(name, args, kwargs, _find_nodes(tracer, (args, kwargs)))
+            self.calls.setdefault(name, surveyed)
             known = self._first.get(key) if self.share and any(True for _ in module.children()) else None
             if known is not None and known[0] != name:
-                out = _make_fresh(tracer, known[1], seen.inputs)
+                out = _make_fresh(tracer, known[1], surveyed.inputs)
                 if out is not None:
-                    self.twins[name] = known[0]
-                    self._finish(tracer, seen, out, self._changes.get(known[0], CallChanges()))
+                    self.equal_modules[name] = known[0]
+                    self._log_results(tracer, surveyed, out, self._changes.get(known[0], CallChanges()))
                     return out
             if key in self.opaque.results:
-                out = _make_fresh(tracer, self.opaque.results[key], seen.inputs)
-                self._finish(tracer, seen, out, CallChanges(missed=UNKNOWN_WRITES))
+                out = _make_fresh(tracer, self.opaque.results[key], surveyed.inputs)
+                self._log_results(tracer, surveyed, out, CallChanges(missed=UNKNOWN_WRITES))
                 return out
             has_objects = any(True for _ in iterate_objects(args, kwargs))
             before = StateSnapshot(tracer, self.model, module, args, kwargs) if has_objects else None
             try:
-                out = self._run_inside(tracer, seen, original, module, args, kwargs)
+                out = self._run_inside(tracer, surveyed, original, module, args, kwargs)
             except Exception:
                 self.opaque.failed = self.opaque.failed or (key, module, args, kwargs)
                 raise
             if before is not None:
                 self._changes[name] = before.find_changes(out)
-            self._finish(tracer, seen, out, self._changes.get(name, CallChanges()))
+            self._log_results(tracer, surveyed, out, self._changes.get(name, CallChanges()))
             self._first.setdefault(key, (name, out))
             return out
 
-        return call
+        return run_or_reuse
 
     def _run_inside(
-        self, tracer: Tracer, seen: SurveyedCall, original: Callable, module: nn.Module, args: tuple, kwargs: Any
+        self, tracer: Tracer, call: SurveyedCall, original: Callable, module: nn.Module, args: tuple, kwargs: Any
     ) -> Any:
         """Run a module, with its call on the stack of running ones."""
-        self._running.append(seen)
+        self._running.append(call)
         try:
             out = original(module, *args, **kwargs)
         finally:
             self._running.pop()
-        for inner in seen.inner:
+        for inner in call.inner:
             inner.log_overwritten(tracer)
         return out
 
-    def _finish(self, tracer: Tracer, call: SurveyedCall, out: Any, changes: CallChanges) -> None:
+    def _log_results(self, tracer: Tracer, call: SurveyedCall, out: Any, changes: CallChanges) -> None:
         """Log the results of a call. If it got objects, add it to the inner calls of the running modules."""
         call.outputs = _find_nodes(tracer, out)
         passed_objects = list(iterate_objects(call.args, call.kwargs))
@@ -303,13 +304,13 @@ def _make_fresh(tracer: Tracer, out: Any, inputs: list[fx.Node]) -> Any:
     source = find_user_source()
 
     def fresh(t: torch.Tensor) -> torch.Tensor:
-        twin = tracer.graph.placeholder(f"again{len(tracer.nodes)}")
-        twin.meta.update(index=len(tracer.nodes), source=source, grad=True, from_integers=False, again=inputs)
-        tracer.nodes.append(twin)
+        placeholder = tracer.graph.placeholder(f"again{len(tracer.nodes)}")
+        placeholder.meta.update(index=len(tracer.nodes), source=source, grad=True, from_integers=False, again=inputs)
+        tracer.nodes.append(placeholder)
         with suspend_modes(), torch.DisableTorchFunction():
             fake = tracer.to_fake(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"))
-        twin.meta["val"] = fake
-        tracer.track(fake, twin)
+        placeholder.meta["val"] = fake
+        tracer.track(fake, placeholder)
         return fake
 
     with torch.DisableTorchFunction():

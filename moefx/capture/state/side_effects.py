@@ -45,18 +45,18 @@ def has_integers(block: nn.Module) -> bool:
     return not all(map(is_float, [*attributes, *block.parameters(), *block.buffers()]))
 
 
-def install_stand_ins(block: nn.Module, stand_in: Callable[[torch.Tensor, str], torch.Tensor]) -> dict[int, str]:
-    """Replace integer tensors that are plain attributes of modules, until `restore_attributes`.
+def install_copies(block: nn.Module, make_copy: Callable[[torch.Tensor, str], torch.Tensor]) -> dict[int, str]:
+    """Replace integer tensors that are plain attributes of modules by copies, until `restore_attributes`.
 
     Returns:
-        The paths of the stand-ins, by id.
+        The paths of the copies, by id.
     """
     made: dict[int, torch.Tensor] = {}
     named: dict[int, str] = {}
     for state, key, path, value in _list_attribute_tensors(block):
         if not is_float(value):
             if id(value) not in made:
-                made[id(value)] = stand_in(value, path)
+                made[id(value)] = make_copy(value, path)
                 named[id(made[id(value)])] = path
             state[key] = made[id(value)]
     return named
@@ -160,7 +160,7 @@ def collect_effects(
             if value is old or key in REGISTRIES or key.startswith("_forward") or key.startswith("_backward"):
                 continue
             path = f"{n}.{key}" if n else key
-            if _holds_stand_ins(value, old, tracer):  # `nn.GRU` lists its parameters again if they were replaced
+            if _holds_copies(value, old, tracer):  # `nn.GRU` lists its parameters again if they were replaced
                 continue
             if isinstance(value, torch.Tensor) and id(value) in tracer.aliases:
                 effects.append(Effect("attribute", path, tracer.node_of(value)))
@@ -199,9 +199,9 @@ def _holds_results(value: Any, tracer: Tracer) -> bool:
     return id(value) in tracer.aliases if isinstance(value, torch.Tensor) else type(value) in (str, bool, int, NoneType)
 
 
-def _holds_stand_ins(value: Any, old: Any, tracer: Tracer) -> bool:
-    """Return whether a list holds, or refers weakly to, the stand-ins of the parameters that it held before the
-    call."""
+def _holds_copies(value: Any, old: Any, tracer: Tracer) -> bool:
+    """Return whether a list holds, or refers weakly to, the abstract copies of the parameters that it held before
+    the call."""
     if type(value) is not list or type(old) is not list or len(value) != len(old):
         return False
     now, before = ([v() if isinstance(v, weakref.ref) else v for v in some] for some in (value, old))

@@ -205,7 +205,7 @@ class Routing:
         return torch.rand(shape, generator=self.generator, dtype=torch.float32)
 
     def vary_integers(self, t: torch.Tensor, name: str, extra_values: Sequence[int] = ()) -> torch.Tensor:
-        """Return a stand-in for an integer parameter or buffer, so that a program which bakes in its values is found.
+        """Return a copy of integers with other values, so that a program that bakes in the values of a buffer is found.
 
         Equal values become different. Other values are permuted if `seed` is not 0, and 0, 1, 2, ... always. Each
         tensor has a permutation of its own.

@@ -50,7 +50,7 @@ KINDS = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stage:
-    """A stage of this rank: its number, its model, the port of its stand-ins, and how its data ranks share it."""
+    """A stage of this rank: its number, its model, the port of its placeholders, and how its data ranks share it."""
 
     number: int
     model: nn.Module

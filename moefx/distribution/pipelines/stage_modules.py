@@ -1,4 +1,4 @@
-"""Stand-ins for modules of other stages, and the forward of a stage.
+"""Placeholders for modules of other stages, and the forward of a stage.
 
 A stage is a copy of the user's model in which only the stage's own layers remain. Its forward is the user's own: it
 runs on the inputs of the micro-batch, so masks and positions are computed as in the whole model. The layer before the
@@ -32,7 +32,7 @@ class StageEnd(BaseException):
 
 @dataclasses.dataclass(eq=False)
 class StagePort:
-    """What a stage's stand-ins need to know of a step.
+    """State of a step that the placeholders of a stage read.
 
     Attributes:
         stage: number of the stage.
@@ -43,7 +43,7 @@ class StagePort:
         microbatch: the current micro-batch.
         boundary: hidden states between stages, a meta tensor.
         received: hidden states of the current micro-batch from the stage before.
-        is_running: whether the stage's forward runs. Otherwise stand-ins pass their input on.
+        is_running: whether the stage's forward runs. Otherwise placeholders pass their input on.
     """
 
     stage: int
@@ -219,11 +219,11 @@ def select_output(output: Any) -> Tensor:
     return fields["logits"]
 
 
-def copy_plain_attributes(module: nn.Module, stand_in: nn.Module) -> None:
+def copy_plain_attributes(module: nn.Module, placeholder: nn.Module) -> None:
     """Copy numbers and texts, such as the kind of attention of a layer, that the user's forward may read."""
     for name, value in vars(module).items():
-        if name not in vars(stand_in) and isinstance(value, _PLAIN):
-            setattr(stand_in, name, value)
+        if name not in vars(placeholder) and isinstance(value, _PLAIN):
+            setattr(placeholder, name, value)
 
 
 def copy_to_meta(module: nn.Module) -> nn.Module:

@@ -135,7 +135,7 @@ class Playback:
 
     def _finish_batch(self, launches: list[Launch]) -> None:
         if launches:
-            self.actions.append(Batch(list(launches)) if len(launches) > 1 else launches[0])
+            self.actions.append(LaunchBatch(list(launches)) if len(launches) > 1 else launches[0])
             launches.clear()
 
     def play(self, inputs: Sequence[Tensor | None], constants: Sequence[Tensor]) -> list[Tensor]:
@@ -179,7 +179,7 @@ def _find_room(occupied: Iterable[tuple[int, int]], size: int) -> int:
     return begin
 
 
-class Batch:
+class LaunchBatch:
     """Launches that follow each other.
 
     Attributes:
@@ -244,7 +244,7 @@ class Batch:
             _capturing.release()
 
 
-_batches: weakref.WeakSet[Batch] = weakref.WeakSet()
+_batches: weakref.WeakSet[LaunchBatch] = weakref.WeakSet()
 _capturing = threading.Lock()  # also guards the sets above and the names below
 _streams: dict[torch.device, Any] = {}
 _attempts_to_skip = 0

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..architecture import Architecture
 from ..layout import Layout, PlannedDispatch
 from ..platforms import Network, Platform
-from ..step_formulas import row_widths
+from ..step_formulas import compute_row_widths
 from .network import build_fabric, draw_slowdowns
 from .routing_skew import compute_zipf_weights, count_choices, count_traffic, draw_choices
 
@@ -45,7 +45,7 @@ class Exchanges:
         return len(self.load)
 
     def seconds(self, picked: Tensor, stragglers: torch.Generator | None) -> Tensor:
-        """[4, *P]: dispatch and combine, forward and backward, of the exchanges with these numbers [*P].
+        """Return the seconds [4, *P] of dispatch and combine, forward and backward, of exchanges `picked` [*P].
 
         Args:
             stragglers: generator of random slowdowns; None for no slowdowns.
@@ -82,7 +82,7 @@ def draw_exchanges(
         return Exchanges(nothing + 1, nothing, platform.networks[:1], None, nothing[0], 1)
     sizes, networks = platform.levels(layout.ep, int(groups[0, 1] - groups[0, 0]))
     by_level = layout.dispatch in ("rbd", "halo")
-    width = row_widths(model, layout)[{"flat": "w1", "gather": "w_all"}.get(layout.dispatch, "w")]
+    width = compute_row_widths(model, layout)[{"flat": "w1", "gather": "w_all"}.get(layout.dispatch, "w")]
     latencies = [n.latency for n in networks] if by_level else [max(n.latency for n in networks)]
     tokens = max(layout.sequences * layout.tokens // (layout.tp if layout.ssmb else 1), 1)
     number = max(min(_MOST, _MOST_TOKENS // (layout.ep * tokens)), 1)
@@ -97,7 +97,7 @@ def draw_exchanges(
         _, sequence = torch.unique(group if layout.ssmb else group // layout.tp, return_inverse=True)
         moved, load = _draw_rows(weights, sequence, tokens, model.top_k, sizes, layout.dispatch, generator)
         links = build_fabric(platform, group.tolist())
-        took = [links.busiest_link_seconds(rows * width) for rows in moved]
+        took = [links.compute_busiest_link_seconds(rows * width) for rows in moved]
         if layout.dispatch == "halo":
             beside.append(took.pop() + latencies[-1])
         hops.append(torch.stack([seconds + latency for seconds, latency in zip(took, latencies, strict=True)]))

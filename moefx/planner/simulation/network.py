@@ -31,25 +31,26 @@ class Fabric:
     units: Tensor
     ports: Tensor
 
-    def busiest_link_seconds(self, traffic: Tensor) -> Tensor:
-        """Seconds until the busiest link has carried its bytes, if all transfers run at the same time.
+    def compute_busiest_link_seconds(self, traffic: Tensor) -> Tensor:
+        """Compute the seconds until the busiest link has carried its bytes, if all transfers run at the same time.
 
         Args:
             traffic: [..., n, n] bytes, senders first.
         """
-        return self.busiest_link_seconds_of_flows(*_pairs(traffic), traffic.flatten(-2))
+        return self.compute_busiest_link_seconds_of_flows(*_pairs(traffic), traffic.flatten(-2))
 
-    def busiest_link_seconds_of_flows(self, sources: Tensor, targets: Tensor, flows: Tensor) -> Tensor:
-        """Seconds until the busiest link has carried `flows` [..., F] bytes from `sources` [F] to `targets` [F]."""
+    def compute_busiest_link_seconds_of_flows(self, sources: Tensor, targets: Tensor, flows: Tensor) -> Tensor:
+        """Compute the seconds until the busiest link has carried `flows` [..., F] bytes from `sources` [F] to `targets`
+        [F]."""
         loads = torch.zeros(*flows.shape[:-1], len(self.bandwidths) + 1, dtype=torch.float64)
         for path in self._paths(sources, targets):
             loads.index_add_(-1, path, flows.double())
         return (loads[..., :-1] / self.bandwidths).amax(-1)
 
-    def fair_share_seconds(self, traffic: Tensor) -> float:
-        """Seconds of an exchange whose flows share links fairly (max-min) at any moment, with an event for each flow.
+    def simulate_fair_shares(self, traffic: Tensor) -> float:
+        """Simulate an exchange whose flows share links fairly (max-min) at any moment. Returns its seconds.
 
-        Never less than `busiest_link_seconds`.
+        Never less than `compute_busiest_link_seconds`.
 
         Args:
             traffic: [n, n] bytes.
@@ -65,7 +66,7 @@ class Fabric:
         return seconds
 
     def _paths(self, sources: Tensor, targets: Tensor) -> Tensor:
-        """int64 [2 * levels, F], the links on each path; L where a level is not used."""
+        """Find the links on each path, int64 [2 * levels, F]; L if a level is not used."""
         level = (self.units[:, sources] != self.units[:, targets]).sum(0)  # 0: within a node
         none, links = torch.full_like(sources, len(self.bandwidths)), []
         for i, (out, into) in enumerate(self.ports):
@@ -74,7 +75,8 @@ class Fabric:
         return torch.stack(links)
 
     def _shares(self, paths: Tensor) -> Tensor:
-        """Max-min fair rates by progressive filling: the link with the smallest share for each flow fills first."""
+        """Compute max-min fair rates by progressive filling: the link with the smallest share for each flow fills
+        first."""
         rates = torch.zeros(paths.shape[1], dtype=torch.float64)
         spare, is_open = self.bandwidths.clone(), torch.ones(paths.shape[1], dtype=torch.bool)
         while is_open.any():
@@ -111,7 +113,7 @@ def build_fabric(platform: Platform, ranks: Sequence[int]) -> Fabric:
 
 
 def estimate_ring(platform: Platform, ranks: Sequence[int]) -> float:
-    """Seconds for each byte that a rank sends in a ring of `ranks` (an all-reduce, an all-gather).
+    """Estimate the seconds per byte that a rank sends in a ring of `ranks` (an all-reduce, an all-gather).
 
     As in NCCL and RCCL, there are as many rings as a node has ranks of the group. Each ring has a part of the bytes and
     leaves the node by another rank's NIC.
@@ -126,7 +128,7 @@ def estimate_ring(platform: Platform, ranks: Sequence[int]) -> float:
     orders = [[rank for node in nodes.values() for rank in node[i:] + node[:i]] for i in range(number)]
     sources = torch.tensor(orders)
     flows = torch.full((sources.numel(),), 1 / number, dtype=torch.float32)
-    return float(links.busiest_link_seconds_of_flows(sources.flatten(), sources.roll(-1, 1).flatten(), flows))
+    return float(links.compute_busiest_link_seconds_of_flows(sources.flatten(), sources.roll(-1, 1).flatten(), flows))
 
 
 def draw_slowdowns(network: Network, shape: Sequence[int], generator: torch.Generator) -> Tensor:

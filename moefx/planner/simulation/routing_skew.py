@@ -125,5 +125,5 @@ def _count_hop(
 
 
 def count_choices(choices: Tensor, num_experts: int, ranks: int) -> Tensor:
-    """int64 [W]: number of choices that fall on each rank's experts."""
+    """Count the slots that select each rank's experts, int64 [W]."""
     return torch.bincount((choices // (num_experts // ranks)).flatten(), minlength=ranks)

@@ -30,7 +30,7 @@ class Timeline:
         return torch.stack([end[-1] for end in self.end]).amax(0)
 
     def in_flight(self, stage: int) -> int:
-        """Largest number of chunks whose forward is done and whose backward is not: the stage keeps their
+        """Count the most chunks whose forward is done and whose backward is not: the stage keeps their
         activations."""
         done, kept, most = "W" if any(op.kind == "W" for op in self.ops[stage]) else "B", 0, 0
         for op in self.ops[stage]:

@@ -92,7 +92,7 @@ def build_stages(model: Architecture, layout: Layout, platform: Platform, expert
     }
     formulas, stages = find_step_sheet(layout, platform, experts_first), []
     for i in range(layout.pp):
-        (num_layers, with_experts), is_last = layout.layers_of(model, i), i == layout.pp - 1
+        (num_layers, with_experts), is_last = layout.count_stage_layers(model, i), i == layout.pp - 1
         stage_values = values | {
             "L": num_layers, "L_moe": with_experts, "l_t": num_layers, "l_t_moe": with_experts, "h_t": int(is_last),
             "n_logits": values["n_logits"] if is_last else 0,

@@ -152,10 +152,10 @@ def _simulate_step(
     return SimulatedStep(
         seconds=seconds,
         components={name: parts[name] for name in COMPONENTS},
-        formulas=_formula_components(model, layout, platform, experts_first),
+        formulas=_evaluate_components(model, layout, platform, experts_first),
         slowest=int(by_rank.argmax()),
         imbalance=drawn.load.amax(1).mean().item(),
-        exchanges=_quantiles(torch.cat([work.exchanges for work in works])) if layout.ep > 1 else (),
+        exchanges=_compute_quantiles(torch.cat([work.exchanges for work in works])) if layout.ep > 1 else (),
         skew=skew, seed=seed, draws=len(drawn),
     )  # fmt: skip
 
@@ -221,7 +221,7 @@ def _wait_for_groups(seconds: Tensor, pipelines: Tensor) -> Tensor:
     return slowest.scatter_reduce_(2, pipelines.expand_as(seconds), seconds, "amax")
 
 
-def _formula_components(
+def _evaluate_components(
     model: Architecture, layout: Layout, platform: Platform, experts_first: bool
 ) -> dict[str, float]:
     results = find_step_sheet(layout, platform, experts_first)(**collect_values(model, layout, platform, experts_first))
@@ -236,7 +236,7 @@ def _formula_components(
     return {name: layout.microbatches * per_microbatch.get(name, 0.0) + once.get(name, 0.0) for name in COMPONENTS}
 
 
-def _quantiles(seconds: Tensor, number: int = 21) -> tuple[float, ...]:
+def _compute_quantiles(seconds: Tensor, number: int = 21) -> tuple[float, ...]:
     """`number` evenly spaced quantiles, from the minimum to the maximum."""
     if not len(seconds):
         return ()

@@ -1,7 +1,7 @@
 """Predict the fastest dispatch from measured bandwidths and expected row counts (X-MoE section 4.2, Piper section V).
 
-A layer takes its exchanges and the host's time (`HOST_COSTS`). `"gather"` moves no fewer bytes than `"dedup"`, and
-saves the host's wait for the row counts.
+The seconds of a layer are those of its exchanges and of the host (`HOST_COSTS`). `"gather"` moves no fewer bytes than
+`"dedup"`, and saves the host's wait for the row counts.
 
 Letters: E experts, K slots of a token, W ranks, R racks, N nodes of a rack, L ranks of a node.
 """
@@ -51,7 +51,7 @@ class HostCost:
     agreement: float = 0.0
 
     def seconds(self, max_tokens: int | None = None) -> float:
-        """With `max_tokens`, the hosts need not agree."""
+        """Return the host's seconds per layer. Under `max_tokens` the hosts skip the agreement."""
         return self.launches + self.waits + self.agreement * (max_tokens is None)
 
 
@@ -179,7 +179,7 @@ def predict_seconds(
         return rows * rank_bytes * links.handling
 
     def predict_whole_axis(rows: float) -> float:
-        """One exchange over the whole axis, which uses the links of all levels at the same time."""
+        """Predict one exchange over the whole axis, which uses the links of all levels at the same time."""
         through = [rows / within * (1 - 1 / size) * rank_bytes * link.per_byte for link, size, within in levels]
         at_last = max(*through, rows * (1 - 1 / ranks) * rank_bytes * links.whole.per_byte)
         return links.whole.latency + at_last + handled(rows)
@@ -199,7 +199,8 @@ def predict_seconds(
 
 
 def count_gathered_bytes(token_bytes: float, top_k: int, tokens: int) -> float:
-    """Bytes that a rank sends to each other rank in an exchange of `"gather"`: the mean of the layer's four exchanges.
+    """Count the bytes that a rank sends to each other rank in an exchange of `"gather"`: the mean of the layer's four
+    exchanges.
 
     An all-gather brings each token, and for each slot a routing weight and a destination of four bytes each. A
     reduce-scatter returns the token's sum. The backward gathers the sums' gradients, and scatters those of tokens and

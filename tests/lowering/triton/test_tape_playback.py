@@ -11,7 +11,7 @@ import torch
 
 from moefx.ir import op_providers
 from moefx.lowering.triton import launch_replay, tape_playback
-from moefx.lowering.triton.tape_playback import Allocate, Apply, Batch, Free, Launch, Playback
+from moefx.lowering.triton.tape_playback import Allocate, Apply, Free, Launch, LaunchBatch, Playback
 
 from ...ir.routings import Routing
 from .test_expert_mlp_call import LINEAR, on
@@ -89,7 +89,7 @@ def test_launches_keep_their_order_around_frees_and_functions(monkeypatch):
     playback = Playback([*steps, launch("d", 0)], [2], 3)
     (result,) = playback.play([torch.arange(4.0)], [])
     assert done == ["a", "b", "function", "c", "d"] and result.tolist() == [0.0]
-    assert [len(action.launches) for action in playback.actions if isinstance(action, Batch)] == [2]
+    assert [len(action.launches) for action in playback.actions if isinstance(action, LaunchBatch)] == [2]
 
 
 class FakeGraph:
@@ -111,8 +111,8 @@ def captures(monkeypatch) -> list[FakeGraph]:
     return made
 
 
-def make_batch(done: list[int]) -> Batch:
-    return Batch([Launch(lambda *_, i=i: done.append(i), [None], [(0, 0, 0)], ()) for i in range(2)])
+def make_batch(done: list[int]) -> LaunchBatch:
+    return LaunchBatch([Launch(lambda *_, i=i: done.append(i), [None], [(0, 0, 0)], ()) for i in range(2)])
 
 
 def test_launches_are_captured_when_their_addresses_recur(captures):
@@ -213,7 +213,7 @@ def test_a_batch_at_known_addresses_is_one_graph(monkeypatch):
             for mine, other in zip(own, inputs(seed), strict=True):
                 mine.copy_(other)
         assert all(map(torch.equal, run(*own), expected[seed]))
-    batches = [action for tape in tapes.values() for action in tape.playback.actions if isinstance(action, Batch)]
+    batches = [action for tape in tapes.values() for action in tape.playback.actions if isinstance(action, LaunchBatch)]
     assert batches and any(batch.graphs for batch in batches)
     for seed in range(3):  # other addresses
         assert all(map(torch.equal, run(*inputs(seed)), expected[seed]))

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefx.planner.communication import build_exchange_sheet, level_values
+from moefx.planner.communication import build_exchange_sheet, collect_level_values
 from moefx.planner.simulation.routing_skew import compute_zipf_weights, count_choices, count_traffic, draw_choices
 
 WAYS = ("flat", "dedup", "rbd", "halo")
@@ -58,7 +58,7 @@ def test_rows_are_those_of_the_formulas(sizes, num_experts, top_k):
     choices, sources = drawn(sizes, num_experts, top_k, tokens)
     wanted = build_exchange_sheet(len(sizes))(
         E=num_experts, k=top_k, t=1, w=1, w1=1, w_all=1,
-        **level_values(sizes, ((0.0, 1e-9),) * len(sizes), (0.0, 1e-9)),
+        **collect_level_values(sizes, ((0.0, 1e-9),) * len(sizes), (0.0, 1e-9)),
     )  # fmt: skip
     bound, places = 5 * top_k / 2 / math.sqrt(ranks * tokens), torch.arange(ranks)
     for way, name in (("flat", "flat"), ("dedup", "dedup"), ("gather", "all_gather")):
