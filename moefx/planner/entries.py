@@ -138,7 +138,7 @@ class Rejected:
     term: str = ""
 
     @property
-    def what(self) -> str:
+    def label(self) -> str:
         return ", ".join(" ".join(f"{name}={size}" for name, size in sizes.items()) for sizes in self.sizes)
 
 
