@@ -1,5 +1,7 @@
-"""These tests are about the proof and compare outputs themselves: the numeric check would repeat that, and hide a wrong
-proof."""
+"""Turn off the numeric check:
+
+these tests check proofs by their own comparisons, and the check could hide a wrong proof.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from moefx.compiler.numeric_check import NumericCheck
 
 @pytest.fixture(autouse=True)
 def _proof_alone(request: pytest.FixtureRequest) -> Iterator[None]:
-    """`make test-all` checks its own cases numerically, too."""
+    """Skip the numeric check, except in exhaustive tests."""
     if request.node.get_closest_marker("exhaustive"):
         yield
         return

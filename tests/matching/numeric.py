@@ -1,4 +1,4 @@
-"""Evaluate terms as numbers: a second, plain definition of each term."""
+"""Evaluate terms as numbers, with an independent definition of each term."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ aten = torch.ops.aten
 
 
 def evaluate(t: Term, values: Mapping[Any, torch.Tensor]) -> torch.Tensor:
-    """The value of a term in float64. `values`: of parameters by FQN, of nodes by node."""
+    """Return the value of a term in float64. `values`: parameters by FQN, nodes by node."""
     memo: dict[Term, torch.Tensor] = {}
 
     def value(t: Term) -> torch.Tensor:
         if t not in memo:
-            memo[t] = _value(t, value, values)
+            memo[t] = _evaluate_op(t, value, values)
             assert tuple(memo[t].shape) == t.shape, (t.op, tuple(memo[t].shape), t.shape)
         return memo[t]
 
     return value(t)
 
 
-def _value(t: Term, value: Any, values: Mapping[Any, torch.Tensor]) -> torch.Tensor:
+def _evaluate_op(t: Term, value: Any, values: Mapping[Any, torch.Tensor]) -> torch.Tensor:
     args = t.args
     match t.op:
         case "node" | "param":
@@ -38,14 +38,16 @@ def _value(t: Term, value: Any, values: Mapping[Any, torch.Tensor]) -> torch.Ten
             return args[0].value.double()
         case "pw":
             return torch.broadcast_to(
-                _elementwise(args[0], dict(args[1]), [value(a) if isinstance(a, Term) else a for a in args[2:]]),
+                _evaluate_elementwise(
+                    args[0], dict(args[1]), [value(a) if isinstance(a, Term) else a for a in args[2:]]
+                ),
                 t.shape,
             )
         case "ein":
             return torch.einsum(f"{','.join(args[0])}->{args[1]}", *map(value, args[2:]))
         case "row":
             name, dims, _, static, inner = args
-            return _row(name, list(dims), static, value(inner))
+            return _evaluate_row(name, list(dims), static, value(inner))
         case "sum":
             return value(args[1]).sum(tuple(args[0]))
         case "reshape":
@@ -81,7 +83,7 @@ def _value(t: Term, value: Any, values: Mapping[Any, torch.Tensor]) -> torch.Ten
     raise AssertionError(t.op)
 
 
-def _elementwise(name: str, kwargs: dict[str, Any], items: list[Any]) -> torch.Tensor:
+def _evaluate_elementwise(name: str, kwargs: dict[str, Any], items: list[Any]) -> torch.Tensor:
     if name in ("cast", "detach"):
         return items[0]
     if name == OVERWRITTEN:
@@ -93,7 +95,7 @@ def _elementwise(name: str, kwargs: dict[str, Any], items: list[Any]) -> torch.T
     return (getattr(op, overload) if overload else op)(*items, **kwargs)
 
 
-def _row(name: str, dims: list[int], static: tuple, x: torch.Tensor) -> torch.Tensor:
+def _evaluate_row(name: str, dims: list[int], static: tuple, x: torch.Tensor) -> torch.Tensor:
     if name in ("softmax", "log_softmax", "cumsum"):
         return getattr(torch, name)(x, dims[0])
     if name == "layer_norm":
@@ -109,34 +111,34 @@ def _row(name: str, dims: list[int], static: tuple, x: torch.Tensor) -> torch.Te
     return getattr(torch, name)(x, dims[0] if len(dims) == 1 else dims)
 
 
-def all_picks(T: Terms, t: Term, lead: int) -> list[Term]:
-    """The resolved rows of a term under its first `lead` axes, as the lifter asks for them."""
+def pick_all(T: Terms, t: Term, lead: int) -> list[Term]:
+    """Return the resolved rows of a term under its first `lead` axes, as the lifter does."""
     return [T.resolve(T.pick_axes(t, dict(enumerate(ix)))) for ix in itertools.product(*map(range, t.shape[:lead]))]
 
 
 def check(T: Terms, t: Term, expected: torch.Tensor, values: Mapping[Any, torch.Tensor]) -> None:
-    """A term, its resolved form, and all of its rows and elements mean `expected`."""
+    """Check that a term, its resolved form, and all of its rows and elements equal `expected`."""
     expected = expected.double()
     assert t.shape == tuple(expected.shape)
 
-    def same(found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
-        assert torch.allclose(found, wanted, rtol=1e-9, atol=1e-9, equal_nan=True), (what, found, wanted, t)
+    def assert_close(actual: torch.Tensor, reference: torch.Tensor, label: str) -> None:
+        assert torch.allclose(actual, reference, rtol=1e-9, atol=1e-9, equal_nan=True), (label, actual, reference, t)
 
-    same(evaluate(t, values), expected, "as it is")
-    same(evaluate(T.resolve(t), values), expected, "resolved")
+    assert_close(evaluate(t, values), expected, "as it is")
+    assert_close(evaluate(T.resolve(t), values), expected, "resolved")
     for lead in {1, len(t.shape)} - {0}:
         if lead <= len(t.shape):
-            rows = [evaluate(r, values) for r in all_picks(T, t, lead)]
-            wanted = expected.reshape(-1, *expected.shape[lead:])
+            rows = [evaluate(r, values) for r in pick_all(T, t, lead)]
+            reference = expected.reshape(-1, *expected.shape[lead:])
             for i, row in enumerate(rows):
-                same(row, wanted[i], f"row {i} of {lead} axes")
+                assert_close(row, reference[i], f"row {i} of {lead} axes")
     for axis in range(1, len(t.shape)):  # inner axes first
         for i in range(t.shape[axis]):
-            same(
+            assert_close(
                 evaluate(T.resolve(T.pick(t, axis, i)), values),
                 expected.select(axis, i),
                 f"axis {axis} at {i}",
             )
 
 
-__all__ = ["Array", "all_picks", "check", "evaluate"]
+__all__ = ["Array", "check", "evaluate", "pick_all"]

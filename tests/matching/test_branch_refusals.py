@@ -1,4 +1,4 @@
-"""Refusals name the deciding value on the example's branch, and their remedies work."""
+"""Refusals name the deciding value in the branch of the example, and their remedies work."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class Block(Loop):
         return sum(expert(x) * weights[:, e, None] for e, expert in enumerate(self.experts))
 
 
-def refusal(model, *inputs):
+def read_refusal(model, *inputs):
     with pytest.raises(moefx.NoMoEBlockFound) as refused:
         moefx.compile(model, example_inputs=inputs)
     return " ".join(str(refused.value).split())
 
 
-# ---------------------------------------------------------------------- the branch that the example takes
+# ---------------------------------------------------------------------- the branch of the example
 def mix_rows(block, x):
     weights, ids = block.route(x)
     out = torch.zeros_like(x)
@@ -58,12 +58,12 @@ def mix_rows(block, x):
 
 @pytest.mark.parametrize(("tokens", "other"), [(3, Block.dense), (400, lambda block, x: block.experts[0](x))])
 def test_names_the_branch_of_the_example(other, tokens):
-    """The captures of the first proof have 13 to 77 tokens, and take the other branch."""
+    """Name the branch of the example, although the captures of the first proof, 13 to 77 tokens, take the other."""
     block = Block(lambda block, x: other(block, x) if 8 < x.shape[0] < 300 else mix_rows(block, x))
-    assert BETWEEN_ROWS in refusal(block, torch.randn(tokens, D))
+    assert BETWEEN_ROWS in read_refusal(block, torch.randn(tokens, D))
 
 
-# ---------------------------------------------------------------------- buffers that decide
+# ---------------------------------------------------------------------- buffers in conditions
 def warm_up_by_step(block, x):
     block.step += 1
     return block.dense(x) if block.step < 100 else block.moe(x)
@@ -78,7 +78,7 @@ def warm_up_by_attribute(block, x):
 def test_names_the_buffer_that_decides(step):
     block = Block(warm_up_by_step)
     block.step.fill_(step)
-    reason = refusal(block, torch.randn(40, D))
+    reason = read_refusal(block, torch.randn(40, D))
     assert re.search("the buffer step(:| decides)", reason) and "if block.step < 100" in reason
     assert "an attribute that is set outside of forward, such as `if self.is_warming_up`" in reason
 
@@ -94,12 +94,12 @@ def test_an_attribute_may_decide():
 
 
 def test_an_attribute_that_turns_routing_off():
-    assert "after a warm-up, compile it in that state" in refusal(
+    assert "after a warm-up, compile it in that state" in read_refusal(
         Block(warm_up_by_attribute, is_warming_up=True), torch.randn(40, D)
     )
 
 
-# ---------------------------------------------------------------------- a choice that is kept
+# ---------------------------------------------------------------------- stored selections
 def keep_choice(block, x):
     if block.choice is None:
         block.choice = tuple(t.detach() for t in block.route(x))
@@ -114,7 +114,7 @@ def keep_ids(block, x):
 
 @pytest.mark.parametrize("fn", [keep_choice, keep_ids])
 def test_names_the_attribute_that_keeps_a_choice(fn):
-    reason = refusal(Block(fn, choice=None), torch.randn(40, D))
+    reason = read_refusal(Block(fn, choice=None), torch.randn(40, D))
     assert "the block reads an attribute that its previous call has set [choice]" in reason
     assert "return it and pass it on as an argument" in reason
 
@@ -135,9 +135,9 @@ def test_a_choice_may_be_passed_on():
     assert [block.name for block in moefx.blocks(compiled)] == ["first", "second"]
 
 
-# ---------------------------------------------------------------------- one expert that computes
+# ---------------------------------------------------------------------- single experts
 class TakeOrLeave(nn.Module):
-    """Two numbers to choose from, and an expert for the first alone."""
+    """Select one of two indices, only the first of which has an expert."""
 
     def __init__(self):
         super().__init__()
@@ -150,11 +150,11 @@ class TakeOrLeave(nn.Module):
 
 
 def test_a_single_expert_that_tokens_may_skip():
-    assert "there is a single expert" in refusal(TakeOrLeave(), torch.randn(40, D))
+    assert "there is a single expert" in read_refusal(TakeOrLeave(), torch.randn(40, D))
 
 
 class WriteTwice(nn.Module):
-    """Each token chooses expert 0 besides its own, which then may write to the same row twice."""
+    """Select expert 0 besides the token's own expert, which may write the same row twice."""
 
     def __init__(self):
         super().__init__()
@@ -170,12 +170,12 @@ class WriteTwice(nn.Module):
 
 
 def test_rows_that_are_written_twice():
-    assert "one op writes several values to the same row" in refusal(WriteTwice(), torch.randn(40, D))
+    assert "one op writes several values to the same row" in read_refusal(WriteTwice(), torch.randn(40, D))
 
 
-# ---------------------------------------------------------------------- refusals that the first captures show
+# ---------------------------------------------------------------------- refusals by the first captures
 def take_top_p(block, x):
-    """The best experts, until they have 0.6 of the weight, in turn: no mask has one entry per token and slot."""
+    """Select the best experts with 0.6 of the weight: no mask has one entry per token and slot."""
     weights, ids = block.gate(x).softmax(-1).sort(-1, descending=True)
     number = (weights.cumsum(-1) < 0.6).sum(-1) + 1
     out = torch.zeros_like(x)
@@ -189,4 +189,4 @@ def take_top_p(block, x):
 def test_refuses_unexplained_drops_before_it_looks_further(monkeypatch):
     goes_on = Probe(lambda state: pytest.fail("the proof went on"), "")
     monkeypatch.setattr(prove, "INTERVENTIONS", (goes_on,))
-    assert "no mask [tokens, slots] of the kept ones" in refusal(Block(take_top_p), torch.randn(40, D))
+    assert "no mask [tokens, slots] of the kept ones" in read_refusal(Block(take_top_p), torch.randn(40, D))

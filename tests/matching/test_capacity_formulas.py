@@ -1,4 +1,4 @@
-"""Find the formula of a capacity from its values at a few sizes."""
+"""Formulas of capacities, found from their values at a few sizes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ TOKENS = (29, 33, 17, 2, 6, 10, 20, 40, 64, 100, 128, 200, 320, 512)
 )
 def test_formula_gives_all_points_and_nearby_ones(p, q, up, low, high):
     true = ClampedLinearFormula(Fraction(p, q), up, low, high)
-    found = find_clamped_linear([(t, true(t)) for t in TOKENS])
+    formula = find_clamped_linear([(t, true(t)) for t in TOKENS])
     inside = [t for t in TOKENS if true(t) not in (low, high, t)]
     assume(len(inside) >= 6)
-    assert found is not None
-    assert [found(t) for t in TOKENS] == [true(t) for t in TOKENS]
+    assert formula is not None
+    assert [formula(t) for t in TOKENS] == [true(t) for t in TOKENS]
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_formula_gives_all_points_and_nearby_ones(p, q, up, low, high):
 )
 def test_usual_formulas_of_capacities_are_recovered(formula, text):
     linear = find_clamped_linear([(t, formula(t)) for t in TOKENS])
-    if text is None:  # a floor and a ceiling at once: right where it was looked at
+    if text is None:  # a floor and a ceiling: correct at the given sizes
         assert linear is None or all(linear(t) == formula(t) for t in TOKENS)
     else:
         assert str(linear) == text and all(linear(t) == formula(t) for t in range(1, 600))
@@ -73,7 +73,7 @@ def test_low_wins_over_high():
 @pytest.mark.parametrize("tile", [4, 8, 64])
 @pytest.mark.parametrize("up", [True, False], ids=["up", "down"])
 def test_multiples_of_a_tile(tile, up):
-    """`(int(0.9 * T / 4) + 7) // 8 * 8`: what follows `int` goes unseen."""
+    """Find `(int(0.9 * T / 4) + 7) // 8 * 8`, of which captures do not show the part after `int`."""
     values = [(s, (int(0.9 * s / 4) + (tile - 1 if up else 0)) // tile * tile) for s in TOKENS]
     formula = find_formula([({"S": s}, v) for s, v in values], ["((0.9*S)/4)"], try_linear=False)
     assert formula is not None

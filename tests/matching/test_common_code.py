@@ -1,5 +1,4 @@
-"""Token choice as public repositories write it: each block is rewritten, in training and in eval, and never runs the
-original."""
+"""Token choice in the style of public repositories: each block runs rewritten, in training and in eval."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from ..blocks import D, E, Loop, Mlp
 
 
 class TouchesIdle(Loop):
-    """An expert without tokens adds zero times its parameters, so that DDP sees all of them used."""
+    """Add zero times its parameters for each idle expert, so that DDP finds gradients for all."""
 
     def __init__(self, touch):
         super().__init__(Mlp)
@@ -32,31 +31,31 @@ class TouchesIdle(Loop):
         return out
 
 
-def one_element(out, expert, x):
+def touch_element(out, expert, x):
     out[0, 0] += 0.0 * sum(p.sum() for p in expert.parameters())
     return out
 
 
-def one_row(out, expert, x):
+def touch_row(out, expert, x):
     out[0] += 0.0 * expert(x[:1])[0]
     return out
 
 
-def some_rows(out, expert, x):
+def touch_rows(out, expert, x):
     out[:2] += expert(x[:2]) * 0
     return out
 
 
-def by_index(out, expert, x):
+def touch_by_index(out, expert, x):
     return out.index_add(0, torch.tensor([0]), 0.0 * expert(torch.zeros_like(x[:1])))
 
 
-def everywhere(out, expert, x):
+def touch_everything(out, expert, x):
     return out + 0.0 * sum(p.sum() for p in expert.parameters())
 
 
 class CountsInNumpy(Loop):
-    """Tokens in the order of their experts, cut where NumPy says, under `no_grad` as in inference code."""
+    """Sort tokens by expert and split them at offsets from NumPy, under `no_grad` like inference code."""
 
     def __init__(self, ends, is_off=True):
         super().__init__(Mlp)
@@ -75,16 +74,16 @@ class CountsInNumpy(Loop):
             return out
 
 
-def in_numpy(flat):
+def count_in_numpy(flat):
     return flat.bincount(minlength=E).numpy().cumsum(0)
 
 
-def through_an_array(flat):
+def count_in_an_array(flat):
     return numpy.cumsum(numpy.bincount(numpy.asarray(flat), minlength=E))
 
 
 class LoadLoss(Loop):
-    """The noisy gate of Shazeer et al.: its load is a normal distribution's, which checks its arguments."""
+    """Noisy gate of Shazeer et al.: its load uses a normal distribution, which checks its arguments."""
 
     def __init__(self, load):
         super().__init__(Mlp)
@@ -99,24 +98,24 @@ class LoadLoss(Loop):
         return out, self.load(self, scores - top[:, self.k :]).sum(0)
 
 
-def of_buffers(block, margin):
+def use_buffers(block, margin):
     return Normal(block.mean, block.std).cdf(margin)
 
 
-def of_numbers(block, margin):
+def use_numbers(block, margin):
     return Normal(0.0, 1.0).cdf(margin)
 
 
-def of_the_noise(block, margin):
+def use_noise(block, margin):
     return Normal(block.mean, nn.functional.softplus(margin.mean()) + 1e-2).cdf(margin)
 
 
-def log_probability(block, margin):
+def use_log_probability(block, margin):
     return Normal(block.mean, block.std).log_prob(margin)
 
 
 class OneMoreAxis(Loop):
-    """Experts that want a batch: `y[mask] = expert(x[mask].unsqueeze(0))`."""
+    """Give experts a batch axis: `y[mask] = expert(x[mask].unsqueeze(0))`."""
 
     def __init__(self, call):
         super().__init__(Mlp)
@@ -132,24 +131,24 @@ class OneMoreAxis(Loop):
         return (out.view(*w.shape, -1) * w[..., None]).sum(1)
 
 
-def batch_of_one(expert, x):
+def call_with_batch_axis(expert, x):
     return expert(x.unsqueeze(0))
 
 
-def batches_of_one(expert, x):
+def call_with_two_batch_axes(expert, x):
     return expert(x[None, None])
 
 
-def back_again(expert, x):
+def call_with_batch_and_restore(expert, x):
     return expert(x[None])[0]
 
 
-def rows_of_one(expert, x):
+def call_with_rows_of_one(expert, x):
     return expert(x[:, None]).squeeze(1)
 
 
 class SharedInList(Loop):
-    """The first experts of the list have all tokens."""
+    """Run the first experts of the list on all tokens."""
 
     def __init__(self, shared):
         super().__init__(Mlp, num_experts=E + shared)
@@ -176,7 +175,7 @@ class SharedLast(SharedInList):
 
 
 class Nested(Loop):
-    """Experts in lists of a list, chosen by one number."""
+    """Keep experts in nested lists, selected by one number."""
 
     def __init__(self, order):
         super().__init__(Mlp, num_experts=6)
@@ -191,16 +190,16 @@ class Nested(Loop):
         return out
 
 
-def by_lists(lists):
+def order_by_list(lists):
     return [expert for inner in lists for expert in inner]
 
 
-def across_lists(lists):
+def order_across_lists(lists):
     return [expert for column in zip(*lists, strict=True) for expert in column]
 
 
 class PassesThrough(Loop):
-    """Tokens over an expert's capacity keep their row, as in labml.ai's Switch Transformer."""
+    """Keep the rows of tokens over a capacity, as in labml.ai's Switch Transformer."""
 
     def __init__(self, finish, capacity=1.25):
         super().__init__(Mlp)
@@ -220,14 +219,14 @@ class PassesThrough(Loop):
         return self.finish(out, x, w[:, None], dropped)
 
 
-def all_scaled(out, x, w, dropped):
+def scale_all(out, x, w, dropped):
     if dropped:
         rows = torch.cat(dropped)
         out[rows, :] = x[rows, :]
     return out * w
 
 
-def experts_scaled(out, x, w, dropped):
+def scale_experts(out, x, w, dropped):
     out = out * w
     if dropped:
         rows = torch.cat(dropped)
@@ -235,7 +234,7 @@ def experts_scaled(out, x, w, dropped):
     return out
 
 
-def list_by_list(out, x, w, dropped):
+def scale_in_lists(out, x, w, dropped):
     for rows in dropped:
         out[rows] = x[rows]
     return out * w
@@ -252,7 +251,7 @@ class OneOutput(Loop):
         return self.mix(self, x, w, ids)
 
 
-def added(block, x, w, ids):
+def add_outputs(block, x, w, ids):
     out = x.new_zeros(len(x), 1)
     for e, expert in enumerate(block.experts):
         t, k = torch.where(ids == e)
@@ -260,26 +259,26 @@ def added(block, x, w, ids):
     return out
 
 
-def squeezed(block, x, w, ids):
-    return added(block, x, w, ids).squeeze(-1).sigmoid()
+def squeeze_outputs(block, x, w, ids):
+    return add_outputs(block, x, w, ids).squeeze(-1).sigmoid()
 
 
-def stacked(block, x, w, ids):
-    every = torch.stack([expert(x) for expert in block.experts], 1)
-    return (every.gather(1, ids[..., None]) * w[..., None]).sum(1)
+def stack_outputs(block, x, w, ids):
+    outputs = torch.stack([expert(x) for expert in block.experts], 1)
+    return (outputs.gather(1, ids[..., None]) * w[..., None]).sum(1)
 
 
-def masked(block, x, w, ids):
+def mask_outputs(block, x, w, ids):
     gates = torch.zeros(len(x), E, dtype=x.dtype).scatter(1, ids, w)
     return sum(gates[:, e : e + 1] * expert(x) for e, expert in enumerate(block.experts))
 
 
-def beside_a_shared_one(block, x, w, ids):
-    return added(block, x, w, ids) + x.mean(-1, keepdim=True)
+def add_shared_expert(block, x, w, ids):
+    return add_outputs(block, x, w, ids) + x.mean(-1, keepdim=True)
 
 
 class Relu(Loop):
-    """ReLU routing: a token has as many experts as positive scores."""
+    """ReLU routing: a token has one expert per positive score."""
 
     def __init__(self, choose):
         super().__init__(Mlp)
@@ -292,21 +291,21 @@ class Relu(Loop):
         return out
 
 
-def at_once(w):
+def select_at_once(w):
     mask = w > 0
     return [mask[:, e] for e in range(E)]
 
 
-def one_by_one(w):
+def select_one_by_one(w):
     return [w[:, e] > 0 for e in range(E)]
 
 
-def nonzero(w):
+def select_nonzero(w):
     return [w[:, e].nonzero()[:, 0] for e in range(E)]
 
 
 class Convolutions(Loop):
-    """Gates and experts are convolutions with kernels of one element, on [B, C, L] or [B, C, H, W]."""
+    """Use convolutions of kernel size one as gates and experts, on [B, C, L] or [B, C, H, W]."""
 
     def __init__(self, conv, add):
         super().__init__(lambda: nn.Sequential(conv(D, 8, 1), nn.GELU(), conv(8, D, 1)))
@@ -316,7 +315,7 @@ class Convolutions(Loop):
         return self.add(self, x, self.gate(x).softmax(1))
 
 
-def channels_last(block, x, p):
+def move_channels_last(block, x, p):
     w, ids = p.movedim(1, -1).topk(block.k, -1)
     out = torch.zeros_like(x).movedim(1, -1)
     for e, expert in enumerate(block.experts):
@@ -324,12 +323,12 @@ def channels_last(block, x, p):
     return out.movedim(-1, 1)
 
 
-def channels_second(block, x, p):
+def keep_channels_second(block, x, p):
     w, ids = p.topk(block.k, 1)
     return sum(expert(x) * (w * (ids == e)).sum(1, keepdim=True) for e, expert in enumerate(block.experts))
 
 
-def rows_of_pixels(block, x, p):
+def flatten_pixels(block, x, p):
     w, ids = p.topk(block.k, 1)
     flat, w, ids = (t.movedim(1, -1).flatten(0, -2) for t in (x, w, ids))
     out = torch.zeros_like(flat)
@@ -340,29 +339,35 @@ def rows_of_pixels(block, x, p):
     return out.view(len(x), *x.shape[2:], D).movedim(-1, 1)
 
 
-TOUCHES = (one_element, one_row, some_rows, by_index, everywhere)
+TOUCHES = (touch_element, touch_row, touch_rows, touch_by_index, touch_everything)
 BLOCKS = {
     **{f"idle experts, {f.__name__}": (TouchesIdle, f) for f in TOUCHES},
-    "counts, in NumPy": (CountsInNumpy, in_numpy),
-    "counts, through an array": (CountsInNumpy, through_an_array),
-    "counts, with gradients": (CountsInNumpy, in_numpy, False),
-    **{f"load loss, {f.__name__}": (LoadLoss, f) for f in (of_buffers, of_numbers, of_the_noise, log_probability)},
-    **{f.__name__: (OneMoreAxis, f) for f in (batch_of_one, batches_of_one, back_again, rows_of_one)},
+    "counts, in NumPy": (CountsInNumpy, count_in_numpy),
+    "counts, through an array": (CountsInNumpy, count_in_an_array),
+    "counts, with gradients": (CountsInNumpy, count_in_numpy, False),
+    **{f"load loss, {f.__name__}": (LoadLoss, f) for f in (use_buffers, use_numbers, use_noise, use_log_probability)},
+    **{
+        f.__name__: (OneMoreAxis, f)
+        for f in (call_with_batch_axis, call_with_two_batch_axes, call_with_batch_and_restore, call_with_rows_of_one)
+    },
     "one shared expert in the list": (SharedInList, 1),
     "two shared experts in the list": (SharedInList, 2),
     "the last expert is shared": (SharedLast, 1),
-    **{f"one output, {f.__name__}": (OneOutput, f) for f in (added, squeezed, stacked, masked, beside_a_shared_one)},
-    "one output, no bias": (OneOutput, added, False),
-    **{f"passed through, {f.__name__}": (PassesThrough, f) for f in (all_scaled, experts_scaled, list_by_list)},
-    "passed through, few": (PassesThrough, all_scaled, 0.5),
-    "ReLU routing": (Relu, at_once),
-    "nested lists": (Nested, by_lists),
-    "nested lists, across": (Nested, across_lists),
+    **{
+        f"one output, {f.__name__}": (OneOutput, f)
+        for f in (add_outputs, squeeze_outputs, stack_outputs, mask_outputs, add_shared_expert)
+    },
+    "one output, no bias": (OneOutput, add_outputs, False),
+    **{f"passed through, {f.__name__}": (PassesThrough, f) for f in (scale_all, scale_experts, scale_in_lists)},
+    "passed through, few": (PassesThrough, scale_all, 0.5),
+    "ReLU routing": (Relu, select_at_once),
+    "nested lists": (Nested, order_by_list),
+    "nested lists, across": (Nested, order_across_lists),
 }
 
 
-def results(model, x):
-    """Outputs, and gradients of the input and of all parameters; zero for one that autograd did not reach."""
+def run_and_differentiate(model, x):
+    """Return outputs and gradients of the input and all parameters, with zeros for missing gradients."""
     x = x.clone().requires_grad_()
     out = model(x)
     outs = [out] if isinstance(out, torch.Tensor) else list(out)
@@ -384,17 +389,17 @@ def test_common_blocks_are_rewritten(name, training):
     compiled = moefx.compile(model, example_inputs=(torch.randn(9, D, dtype=torch.float64),))
     for tokens in (1, 2, 9, 80):
         x = torch.randn(tokens, D, dtype=torch.float64)
-        torch.testing.assert_close(results(compiled, x), results(model, x))
+        torch.testing.assert_close(run_and_differentiate(compiled, x), run_and_differentiate(model, x))
     with torch.no_grad():  # all tokens on few experts, the others idle
         model[0].gate.weight[2:] = 0
         x = torch.rand(30, D, dtype=torch.float64)
-    torch.testing.assert_close(results(compiled, x), results(model, x))
-    alone = kind is PassesThrough  # no expert has a place for a single token: the original runs
+    torch.testing.assert_close(run_and_differentiate(compiled, x), run_and_differentiate(model, x))
+    alone = kind is PassesThrough  # no expert has capacity for a single token: the original runs
     assert moefx.blocks(compiled)[0].fallbacks == alone
 
 
 class Jitters(Loop):
-    """Noise on a copy for the router, which is no copy if the input has that dtype already: experts see it, too."""
+    """Add noise to a cast for the router. Without a change of dtype it is no copy, and experts get the noise too."""
 
     def __init__(self, cast):
         super().__init__(Mlp)
@@ -428,9 +433,9 @@ def test_noise_in_place_behind_a_cast(cast, training):
     def run(m, x):
         torch.manual_seed(1)
         x = x.clone().requires_grad_()
-        given = x * 1
-        out = m(given)
-        return out, given, torch.autograd.grad(out.square().sum(), [x, *m.parameters()])
+        copied = x * 1
+        out = m(copied)
+        return out, copied, torch.autograd.grad(out.square().sum(), [x, *m.parameters()])
 
     for tokens in (2, 9, 80):
         x = torch.randn(tokens, D)
@@ -447,11 +452,11 @@ IMAGES = {1: ((2, D, 9), (1, D, 4), (3, D, 17)), 2: ((2, D, 3, 5), (1, D, 2, 2),
 @pytest.mark.parametrize("axes", [1, 2])
 def test_convolutions_of_one_element(axes):
     torch.manual_seed(0)
-    model = nn.Sequential(Convolutions((nn.Conv1d, nn.Conv2d)[axes - 1], rows_of_pixels)).double()
+    model = nn.Sequential(Convolutions((nn.Conv1d, nn.Conv2d)[axes - 1], flatten_pixels)).double()
     first, *others = (torch.randn(shape, dtype=torch.float64) for shape in IMAGES[axes])
     compiled = moefx.compile(model, example_inputs=(first,))
     for x in (first, *others):
-        torch.testing.assert_close(results(compiled, x), results(model, x))
+        torch.testing.assert_close(run_and_differentiate(compiled, x), run_and_differentiate(model, x))
     assert moefx.blocks(compiled)[0].fallbacks == 0
 
 
@@ -459,14 +464,14 @@ def test_convolutions_of_one_element(axes):
 @pytest.mark.parametrize(
     ("block", "x", "why"),
     [
-        (lambda: Relu(one_by_one), (9, D), r"comparison of its own \(4 on this line\).*mask = scores > 0"),
-        (lambda: Relu(nonzero), (9, D), r"comparison of its own.*mask = scores > 0"),
-        (lambda: Convolutions(nn.Conv2d, channels_last), (2, D, 3, 5), r"whole images.*flatten\(0, -2\)"),
-        (lambda: Convolutions(nn.Conv1d, channels_second), (2, D, 9), r"whole images.*flatten\(0, -2\)"),
+        (lambda: Relu(select_one_by_one), (9, D), r"comparison of its own \(4 on this line\).*mask = scores > 0"),
+        (lambda: Relu(select_nonzero), (9, D), r"comparison of its own.*mask = scores > 0"),
+        (lambda: Convolutions(nn.Conv2d, move_channels_last), (2, D, 3, 5), r"whole images.*flatten\(0, -2\)"),
+        (lambda: Convolutions(nn.Conv1d, keep_channels_second), (2, D, 9), r"whole images.*flatten\(0, -2\)"),
     ],
     ids=["one by one", "nonzero", "channels last", "channels second"],
 )
 def test_refused_with_a_remedy_that_is_followed(block, x, why):
-    """The remedies are among the blocks above."""
+    """Refuse the block with a remedy, which one of the blocks above applies."""
     with pytest.raises(moefx.NoMoEBlockFound, match=why):
         moefx.compile(nn.Sequential(block()), example_inputs=(torch.randn(x),))

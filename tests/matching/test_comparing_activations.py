@@ -1,4 +1,4 @@
-"""Activations with comparisons are one formula, whichever branch the example takes."""
+"""Activations with comparisons are one formula, regardless of the branch that the example takes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..blocks import D, E, Loop
 ROWS, H = 33, 24
 
 
-def assigned(h):
+def assign_positive(h):
     h = h.clone()
     h[h < 0] = 0
     return h
@@ -28,7 +28,7 @@ ACTIVATIONS = {
     "times_mask": lambda h: h * (h > 0),
     "times_cast_mask": lambda h: h * (h > 0).to(h.dtype),
     "masked_fill": lambda h: h.masked_fill(h < 0, 0.0),
-    "assigned": assigned,
+    "assigned": assign_positive,
     "two_bounds": lambda h: torch.where((h > 0) & (h < 1), h * h, h.abs()),
     "inverted": lambda h: torch.where(~(h > 0), h.exp(), h + 1),
     "never_crossed": lambda h: torch.where(h > 20, h, torch.log1p(h.clamp(max=20).exp())),
@@ -64,13 +64,13 @@ class Larger(nn.Module):
         return self.down(torch.where(a > b, a, b) * b)
 
 
-def compiled_of(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+def compile_block(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     model = model.double()
     return copy.deepcopy(model), moefx.compile(model, example_inputs=(torch.randn(ROWS, D).double(),))
 
 
 def check(original: nn.Module, compiled: nn.Module) -> None:
-    """Outputs and gradients, also where no example came."""
+    """Compare outputs and gradients, beyond the range of the example too."""
     for scale in (1.0, 10.0, 100.0):
         x = (scale * torch.randn(ROWS, D)).double().requires_grad_()
         results = []
@@ -85,19 +85,19 @@ def check(original: nn.Module, compiled: nn.Module) -> None:
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_an_activation_that_compares(name):
     torch.manual_seed(0)
-    original, compiled = compiled_of(Loop(lambda: Expert(ACTIVATIONS[name])))
-    (found,) = moefx.explain(compiled).matched
-    assert found.bodies and not found.unfused
+    original, compiled = compile_block(Loop(lambda: Expert(ACTIVATIONS[name])))
+    (block,) = moefx.explain(compiled).matched
+    assert block.bodies and not block.unfused
     check(original, compiled)
 
 
 def test_the_larger_of_two_projections():
     torch.manual_seed(0)
-    check(*compiled_of(Loop(Larger)))
+    check(*compile_block(Loop(Larger)))
 
 
 class Padded(Loop):
-    """Rows of zeros are left out, by a comparison as well: which rows are chosen hangs on that one."""
+    """Skip rows of zeros by a comparison, which therefore selects rows."""
 
     def forward(self, x):
         w, ids = self.route(x)
@@ -110,7 +110,7 @@ class Padded(Loop):
 
 def test_an_activation_that_compares_with_padding():
     torch.manual_seed(0)
-    original, compiled = compiled_of(Padded(lambda: Expert(ACTIVATIONS["leaky"])))
+    original, compiled = compile_block(Padded(lambda: Expert(ACTIVATIONS["leaky"])))
     x = torch.randn(ROWS, D).double()
     x[::3] = 0
     torch.testing.assert_close(compiled(x), original(x))
@@ -119,7 +119,7 @@ def test_an_activation_that_compares_with_padding():
 
 def test_reductions_over_a_row_that_decide_are_refused():
     with pytest.raises(moefx.NoMoEBlockFound):
-        compiled_of(Loop(lambda: Expert(lambda h: h * (h > 1).any(-1, keepdim=True))))
+        compile_block(Loop(lambda: Expert(lambda h: h * (h > 1).any(-1, keepdim=True))))
 
 
 @pytest.mark.parametrize(
@@ -134,4 +134,4 @@ def test_ops_that_move_elements_within_a_row_are_named(name, act):
     with pytest.raises(
         moefx.NoMoEBlockFound, match=f"elements within a row: {name} along the last axis.*test_comparing_activations"
     ):
-        compiled_of(Loop(lambda: Expert(act)))
+        compile_block(Loop(lambda: Expert(act)))

@@ -15,14 +15,14 @@ from ..blocks import D, E, Loop, Mlp
 ROWS = 33
 
 
-def compiled_of(model: nn.Module, *args: torch.Tensor) -> tuple[nn.Module, nn.Module]:
+def compile_block(model: nn.Module, *args: torch.Tensor) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     model = model.double()
     return copy.deepcopy(model), moefx.compile(model, example_inputs=args)
 
 
 class Masked(Loop):
-    """Padding is taken out where the experts' rows are chosen, or what they return is."""
+    """Mask padding in the selection of rows (`early`), or in the results of experts."""
 
     def __init__(self, early: bool):
         super().__init__(Mlp)
@@ -41,7 +41,7 @@ class Masked(Loop):
 @pytest.mark.parametrize("early", [True, False])
 def test_a_mask_of_ones_is_a_mask(early):
     x = torch.randn(ROWS, D).double()
-    original, compiled = compiled_of(Masked(early), x, torch.ones(ROWS, dtype=torch.bool))
+    original, compiled = compile_block(Masked(early), x, torch.ones(ROWS, dtype=torch.bool))
     for mask in (torch.ones(ROWS), torch.zeros(ROWS), torch.arange(ROWS) % 3):
         torch.testing.assert_close(compiled(x, mask > 0), original(x, mask > 0))
     assert moefx.explain(compiled).matched[0].calls == (3, 0, 0)  # never the original
@@ -64,52 +64,54 @@ class Padding(Loop):
         return out
 
 
-def not_padding(y, x, t):
+def keep_tokens(y, x, t):
     return y * (x != 0).any(-1)[t, None]
 
 
-def zero_is_padding(y, x, t):
+def mask_zeros(y, x, t):
     return y.masked_fill((x == 0).all(-1)[t, None], 0.0)
 
 
-def counted(y, x, t):
+def count_nonzero(y, x, t):
     return y * (torch.count_nonzero(x, -1) > 0)[t, None]
 
 
-def has_any(y, x, t):
+def mask_by_any(y, x, t):
     return y * x.any(-1)[t, None]
 
 
-def cast(y, x, t):
+def mask_by_cast(y, x, t):
     return y * x.abs().sum(-1).bool()[t, None]
 
 
-def not_all_zero(y, x, t):
+def mask_by_all(y, x, t):
     return y * ~torch.logical_not(x).all(-1)[t, None]
 
 
-def selected(y, x, t):
+def select_by_where(y, x, t):
     real = torch.zeros(len(x), dtype=torch.bool).index_fill(0, x.abs().sum(-1).nonzero().squeeze(-1), True)
     return y * real[t, None]
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("rule", [not_padding, zero_is_padding, counted, has_any, cast, not_all_zero, selected])
+@pytest.mark.parametrize(
+    "rule", [keep_tokens, mask_zeros, count_nonzero, mask_by_any, mask_by_cast, mask_by_all, select_by_where]
+)
 def test_rows_of_zeros_are_padding(rule):
     x = torch.randn(ROWS, D).double()
-    original, compiled = compiled_of(Padding(rule), x)
+    original, compiled = compile_block(Padding(rule), x)
     x[::3] = 0
     torch.testing.assert_close(compiled(x), original(x))
     assert moefx.explain(compiled).matched[0].calls == (1, 0, 0)
 
 
-def halved_where_positive(y, x, t):
+def halve_positive(y, x, t):
     return y * torch.where((x > 0).all(-1)[t, None], 0.5, 1.0)
 
 
 def test_reductions_over_a_row_that_change_experts_are_refused():
     with pytest.raises(moefx.NoMoEBlockFound, match="with the same outcome in all captures"):
-        compiled_of(Padding(halved_where_positive), torch.randn(ROWS, D).double())
+        compile_block(Padding(halve_positive), torch.randn(ROWS, D).double())
 
 
 @pytest.mark.sampled(3)
@@ -128,26 +130,26 @@ def test_reductions_over_a_row_that_change_experts_are_refused():
     ids=["cast", "uint8", "shifted", "argmax", "max", "sort", "topk", "searchsorted"],
 )
 def test_integers_computed_from_activations_are_not_folded(number):
-    """On small numbers each of these is the same everywhere."""
+    """Refuse integers that are constant for small activations."""
     with pytest.raises(moefx.NoMoEBlockFound):
-        compiled_of(Padding(lambda y, x, t: y * (1 + number(y))), torch.randn(ROWS, D).double())
+        compile_block(Padding(lambda y, x, t: y * (1 + number(y))), torch.randn(ROWS, D).double())
 
 
-def large(y):
+def exceed_20(y):
     return (y - 20).relu()
 
 
 @pytest.mark.parametrize("is_large", [lambda z: ~torch.logical_not(z), torch.Tensor.bool], ids=["logical_not", "bool"])
 def test_booleans_computed_from_activations_are_not_folded(is_large):
     x = torch.randn(ROWS, D).double()
-    original, compiled = compiled_of(Padding(lambda y, x, t: y.masked_fill(is_large(large(y)), 0.0)), x)
+    original, compiled = compile_block(Padding(lambda y, x, t: y.masked_fill(is_large(exceed_20(y)), 0.0)), x)
     plain = Padding(lambda y, x, t: y).double()
     plain.load_state_dict(original.state_dict())
     assert not torch.equal(original(1000 * x), plain(1000 * x))
     torch.testing.assert_close(compiled(1000 * x), original(1000 * x))
 
 
-def masks_written_twice(y, x, t):
+def write_masks_twice(y, x, t):
     y, other = y.clone(), x[t]
     y[y > 20] = other[y > 20]
     return y
@@ -157,42 +159,42 @@ def masks_written_twice(y, x, t):
 @pytest.mark.parametrize(
     "rule",
     [
-        lambda y, x, t: y.masked_fill(torch.any(large(y), -1, keepdim=True), 0.0),
-        lambda y, x, t: torch.where(y.norm() > 300, y * (300 / y.norm()), y),  # of all of an expert's rows
-        lambda y, x, t: torch.where(y > 20 + t[:, None], 2 * y, y),  # of which token it is
-        masks_written_twice,
+        lambda y, x, t: y.masked_fill(torch.any(exceed_20(y), -1, keepdim=True), 0.0),
+        lambda y, x, t: torch.where(y.norm() > 300, y * (300 / y.norm()), y),  # over all rows of an expert
+        lambda y, x, t: torch.where(y > 20 + t[:, None], 2 * y, y),  # depends on the token
+        write_masks_twice,
     ],
     ids=["any", "norm", "token", "masks_written_twice"],
 )
 def test_rules_that_are_no_formula_of_a_row_are_refused(rule):
     with pytest.raises(moefx.NoMoEBlockFound):
-        compiled_of(Padding(rule), torch.randn(ROWS, D).double())
+        compile_block(Padding(rule), torch.randn(ROWS, D).double())
 
 
-def over(a, threshold):
+def compare_with(a, threshold):
     return a > threshold
 
 
 class Shared(Padding):
-    """A function that compares is called with what varies, and with what never does on small numbers."""
+    """Call one comparison with values that vary and with values that never do for small inputs."""
 
     def __init__(self):
-        super().__init__(lambda y, x, t: torch.where(over(y, 12.0), 2 * y, y))
+        super().__init__(lambda y, x, t: torch.where(compare_with(y, 12.0), 2 * y, y))
 
     def route(self, x):
         w, ids = super().route(x)
-        return w * over(w, 0.3), ids
+        return w * compare_with(w, 0.3), ids
 
 
 def test_a_comparison_in_a_function_that_is_called_twice():
     x = torch.randn(ROWS, D).double()
-    original, compiled = compiled_of(Shared(), x)
+    original, compiled = compile_block(Shared(), x)
     for scale in (1, 100):
         torch.testing.assert_close(compiled(scale * x), original(scale * x))
 
 
 class Alive(Loop):
-    """Experts can be switched off in a buffer."""
+    """Mask experts by a buffer."""
 
     def __init__(self, alive):
         super().__init__(Mlp)
@@ -205,7 +207,7 @@ class Alive(Loop):
 @pytest.mark.parametrize("alive", [torch.ones(E) > 0, torch.arange(E)[None] != 2], ids=["all", "all but one"])
 def test_flags_in_a_buffer_are_followed(alive):
     x = torch.randn(ROWS, D).double()
-    original, compiled = compiled_of(Alive(alive), x)
+    original, compiled = compile_block(Alive(alive), x)
     for model in (original, compiled):
         model.alive.fill_(True)
         model.alive[..., 1] = False
@@ -214,7 +216,7 @@ def test_flags_in_a_buffer_are_followed(alive):
 
 
 class TwoFlags(Loop):
-    """One takes experts out of the choice, the other their weights: at first both allow all."""
+    """Mask experts by one buffer and their weights by another; both start with all experts."""
 
     def __init__(self):
         super().__init__(Mlp)
@@ -232,7 +234,7 @@ class TwoFlags(Loop):
 
 def test_equal_buffers_stay_separate():
     x = torch.randn(ROWS, D, dtype=torch.float64)
-    model, compiled = compiled_of(TwoFlags(), x)
+    model, compiled = compile_block(TwoFlags(), x)
     for flags in ("counts", "alive"):
         for one in (model, compiled):
             one.get_buffer(flags)[1] = False

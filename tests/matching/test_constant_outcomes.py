@@ -1,4 +1,4 @@
-"""Tests with one outcome in every capture: the rewrite must hold for the other outcome, or the block is refused."""
+"""Tests with one outcome in every capture: the rewrite is correct for the other outcome, or refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..blocks import D, E, Loop, Mlp
 
 
 class Base(Loop):
-    """Args: held: buffers; expert, choose, finish: in place of what the loop does."""
+    """Args: buffers: initial buffers; expert, choose, finish: replace parts of the loop."""
 
     def __init__(self, held=(), expert=None, choose=None, finish=None):
         super().__init__(Mlp)
@@ -64,94 +64,96 @@ def check(make, change=None, is_rewritten=True):
             torch.testing.assert_close(*grads)
 
 
-def cut(w):
+def cut_small(w):
     return torch.where(w < 0.3, w * 0, w)
 
 
-def few(m, x, w, ids):
-    return (cut(w) if x.shape[0] < 15 else w), ids
+def cut_few(m, x, w, ids):
+    return (cut_small(w) if x.shape[0] < 15 else w), ids
 
 
-def many(m, x, w, ids):
-    return (cut(w) if x.shape[0] > 30 else w), ids
+def cut_many(m, x, w, ids):
+    return (cut_small(w) if x.shape[0] > 30 else w), ids
 
 
-def flagged(m, x, w, ids):
-    return (cut(w) if m.flag else w), ids
+def cut_if_flagged(m, x, w, ids):
+    return (cut_small(w) if m.flag else w), ids
 
 
-def overflowing(m, x, w, ids):
+def cut_on_overflow(m, x, w, ids):
     over = ids.reshape(-1).bincount(minlength=E) > 18
     return torch.where(over[ids] & (w < 0.3), w * 0, w), ids
 
 
-def idle(m, x, w, ids):
+def cut_if_idle(m, x, w, ids):
     counts = ids.reshape(-1).bincount(minlength=E)
-    return (cut(w) if (counts == 0).any() else w), ids
+    return (cut_small(w) if (counts == 0).any() else w), ids
 
 
-def thresholds(m, x, w, ids):
+def scale_below_thresholds(m, x, w, ids):
     for threshold in (m.high, m.low):
         w = torch.where(w < threshold, w * 0.5, w)
     return w, ids
 
 
-def crowded(m, e, y):
+def cut_crowded(m, e, y):
     return torch.where(y.abs() > 9, y * 0, y) if len(y) > 12 else y
 
 
-def crowded_branch(m, e, y):
+def halve_crowded(m, e, y):
     return y * 0.5 if len(y) > 12 and y.abs().max() > 50 else y
 
 
 @pytest.mark.sampled(6)
-@pytest.mark.parametrize("choose", [few, many, flagged, overflowing, idle, thresholds])
+@pytest.mark.parametrize(
+    "choose", [cut_few, cut_many, cut_if_flagged, cut_on_overflow, cut_if_idle, scale_below_thresholds]
+)
 def test_a_comparison_that_has_another_outcome_later(choose):
     held = {"flag": False, "high": 0.4, "low": 1e-3}
-    is_rewritten = choose not in (flagged, idle)
+    is_rewritten = choose not in (cut_if_flagged, cut_if_idle)
     check(lambda: Base(held, choose=choose), lambda m: m.flag.fill_(True), is_rewritten=is_rewritten)
 
 
-@pytest.mark.parametrize("expert", [crowded, crowded_branch])
+@pytest.mark.parametrize("expert", [cut_crowded, halve_crowded])
 def test_a_comparison_that_many_tokens_change_is_refused(expert):
     check(lambda: Base(expert=expert), is_rewritten=False)
 
 
-def value_of(t):
+def read_value(t):
     return t.item()
 
 
-def on_two_lines(m, y):
+def read_on_two_lines(m, y):
     a = m.a.item()
     b = m.b.item()
     return 2 * y if a and b else y
 
 
-def nested(m, y):
+def read_nested(m, y):
     if m.a.item() > 0:  # noqa: SIM102
         if m.b.item() > 0:
             y = 2 * y
     return y
 
 
-def on_one_line(m, y):
+def read_on_one_line(m, y):
     return 2 * y if m.a.item() and not m.b.item() else y
 
 
-def in_a_helper(m, y):
-    return 2 * y if value_of(m.a) > value_of(m.b) else y
+def read_in_a_helper(m, y):
+    return 2 * y if read_value(m.a) > read_value(m.b) else y
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("values", [(False, False), (0, 0), (-1.0, -1.0)])
-@pytest.mark.parametrize("finish", [on_two_lines, nested])
+@pytest.mark.parametrize("finish", [read_on_two_lines, read_nested])
 def test_two_reads_that_matter_together_are_refused(finish, values):
     a, b = values
     check(lambda: Base({"a": a, "b": b}, finish=finish), is_rewritten=False)
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("finish", [on_one_line, in_a_helper])
+@pytest.mark.parametrize("finish", [read_on_one_line, read_in_a_helper])
 def test_reads_of_several_tensors_at_one_place_are_refused(finish):
     check(lambda: Base({"a": 0.0, "b": 2.0}, finish=finish), is_rewritten=False)
 
@@ -166,20 +168,20 @@ def test_a_window_of_steps_is_refused(asks, step):
 SCALES = torch.tensor([2.0, 0.5, 0.0, 1.5])
 
 
-def scaled(m, e, y):
+def scale_output(m, e, y):
     return 2 * y if m.scale[e] > 1 else y
 
 
-def skipped(m, e, y):
+def skip_expert(m, e, y):
     return y * 0 if m.scale[e] < 1 else y
 
 
-def adapted(m, e, y):
+def adapt_output(m, e, y):
     return y + y.sin() if m.delta[e].any() else y
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("expert", [scaled, skipped, adapted])
+@pytest.mark.parametrize("expert", [scale_output, skip_expert, adapt_output])
 def test_floats_of_each_expert_are_refused(expert):
     held = {"scale": SCALES, "delta": torch.eye(E)[:1].expand(E, E) * torch.tensor([[1.0], [0], [0], [0]])}
     check(lambda: Base(held, expert=expert), is_rewritten=False)
@@ -231,24 +233,24 @@ def test_attribute_that_was_none_may_get_a_tensor(register):
     check(lambda: Biased(register), change)
 
 
-def scaled_in_place(m, x, w, ids):
+def scale_in_place(m, x, w, ids):
     with torch.no_grad():
         w /= w.sum(-1, keepdim=True)
     return w, ids
 
 
-def of_a_view(m, x, w, ids):
+def scale_a_view(m, x, w, ids):
     w = w.clone()
     w.detach().mul_(2)
     return w, ids
 
 
-def data(m, e, y):
+def scale_data(m, e, y):
     y.data.clamp_(max=0.5)
     return y
 
 
-@pytest.mark.parametrize("how", [dict(choose=scaled_in_place), dict(choose=of_a_view), dict(expert=data)])
+@pytest.mark.parametrize("how", [dict(choose=scale_in_place), dict(choose=scale_a_view), dict(expert=scale_data)])
 def test_writes_without_autograd_are_refused(how):
     with pytest.raises(NoMoEBlockFound, match="written where autograd does not see it"):
         moefx.compile(Base(**how), example_inputs=(torch.randn(20, D),))

@@ -1,4 +1,4 @@
-"""Parameters and buffers that are all zeros or ones before training must not be treated as constants."""
+"""Parameters and buffers that are all zeros or ones before training are not treated as constants."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HELD = {"bias": torch.zeros(E), "most": torch.full((E,), 100.0),
 
 
 class Held(Loop):
-    """Args: route: (self, x) -> (weights, experts, which of them count, statistics)."""
+    """Args: route: (self, x) -> (weights, experts, mask of kept slots, statistics)."""
 
     def __init__(self, route, k=K):
         super().__init__(Mlp, k)
@@ -46,7 +46,7 @@ class Dense(Held):
 
 
 class Masked(Held):
-    """What is dropped is left out of the loop."""
+    """Skip dropped slots in the loop."""
 
     def kept(self, x, w, ids, keep):
         out = torch.zeros_like(x)
@@ -56,43 +56,43 @@ class Masked(Held):
         return out
 
 
-def unbiased(ids):
+def count_choices(ids):
     return F.one_hot(ids, E).sum((0, 1))
 
 
-def statistics_of_another_choice(b, x):
+def count_another_choice(b, x):
     scores = b.gate(x).sigmoid()
     clean = scores.topk(b.k, -1)[1]
     ids = (scores + b.bias).topk(b.k, -1)[1]
-    return scores.gather(1, ids), ids, torch.ones_like(ids, dtype=torch.bool), unbiased(clean)
+    return scores.gather(1, ids), ids, torch.ones_like(ids, dtype=torch.bool), count_choices(clean)
 
 
-def by_argmax(b, x):
+def route_by_argmax(b, x):
     scores = b.gate(x).softmax(-1)
     clean, ids = scores.argmax(-1), (scores + b.bias).argmax(-1)
     return (
         scores.gather(1, ids[:, None]),
         ids[:, None],
         torch.ones_like(ids[:, None], dtype=torch.bool),
-        unbiased(clean[:, None]),
+        count_choices(clean[:, None]),
     )
 
 
-def of_experts_that_are_alive(b, x):
+def route_to_alive(b, x):
     scores = b.gate(x).softmax(-1)
     clean = scores.topk(b.k, -1)[1]
     w, ids = (scores * b.ones).topk(b.k, -1)
-    return w, ids, torch.ones_like(ids, dtype=torch.bool), unbiased(clean)
+    return w, ids, torch.ones_like(ids, dtype=torch.bool), count_choices(clean)
 
 
-def with_noise(b, x):
+def route_with_noise(b, x):
     logits = b.gate(x)
     clean = logits.topk(b.k, -1)[1]
     w, ids = (logits + logits.flip(-1) * b.noise).softmax(-1).topk(b.k, -1)
-    return w, ids, torch.ones_like(ids, dtype=torch.bool), unbiased(clean)
+    return w, ids, torch.ones_like(ids, dtype=torch.bool), count_choices(clean)
 
 
-def of_groups(b, x):
+def route_in_groups(b, x):
     def chosen(scores):
         group = scores.view(-1, 2, E // 2).amax(-1).argmax(-1, keepdim=True)
         is_in = (torch.arange(E) // (E // 2)) == group
@@ -100,64 +100,64 @@ def of_groups(b, x):
 
     scores = b.gate(x).sigmoid()
     clean, ids = chosen(scores), chosen(scores + b.bias)
-    return scores.gather(1, ids), ids, torch.ones_like(ids, dtype=torch.bool), unbiased(clean)
+    return scores.gather(1, ids), ids, torch.ones_like(ids, dtype=torch.bool), count_choices(clean)
 
 
-def weights_of_another_choice(b, x):
-    """Both choices are in the sum."""
+def weigh_another_choice(b, x):
+    """Use the first selection for weights and the second for experts."""
     scores = b.gate(x).sigmoid()
     clean = scores.topk(b.k, -1)[1]
     ids = (scores + b.bias).topk(b.k, -1)[1]
-    return scores.gather(1, clean), ids, torch.ones_like(ids, dtype=torch.bool), unbiased(clean)
+    return scores.gather(1, clean), ids, torch.ones_like(ids, dtype=torch.bool), count_choices(clean)
 
 
-def after_those_that_wait(b, x):
+def route_after_waiting(b, x):
     w, ids = b.gate(x).softmax(-1).topk(1, -1)
     chosen = F.one_hot(ids[:, 0], E)
     place = ((chosen.cumsum(0) + 4 * b.offset) * chosen).sum(-1)
-    return w, ids, (place <= 5)[:, None], unbiased(ids)
+    return w, ids, (place <= 5)[:, None], count_choices(ids)
 
 
-def by_cost(b, x):
+def route_by_cost(b, x):
     w, ids = b.gate(x).softmax(-1).topk(1, -1)
     chosen = F.one_hot(ids[:, 0], E)
     place = ((chosen * b.ones).cumsum(0) * chosen).sum(-1)
-    return w, ids, (place <= 5)[:, None], unbiased(ids)
+    return w, ids, (place <= 5)[:, None], count_choices(ids)
 
 
-def beside_a_count(b, x):
+def route_beside_a_count(b, x):
     w, ids = b.gate(x).softmax(-1).topk(1, -1)
     chosen = F.one_hot(ids[:, 0], E)
     place = (chosen.cumsum(0) * chosen).sum(-1)
     return w, ids, (place <= 3 + 4 * b.noise)[:, None], (place > 3).sum()
 
 
-def by_a_factor(b, x):
+def route_by_a_factor(b, x):
     w, ids = b.gate(x).softmax(-1).topk(b.k, -1)
     place = F.one_hot(ids, E).sum(1).cumsum(0).gather(1, ids)
     return w, ids, place <= 4 * b.factor, (place > 4).sum()
 
 
-def places_of_another_choice(b, x):
+def limit_another_choice(b, x):
     scores = b.gate(x).softmax(-1)
     clean, ids = scores.argmax(-1), (scores + b.bias).argmax(-1)
     chosen = F.one_hot(clean, E)
     keep = (chosen.cumsum(0) * chosen).sum(-1) <= 4
-    return scores.gather(1, ids[:, None]), ids[:, None], keep[:, None], unbiased(ids[:, None])
+    return scores.gather(1, ids[:, None]), ids[:, None], keep[:, None], count_choices(ids[:, None])
 
 
 ROUTES = [
-    statistics_of_another_choice,
-    by_argmax,
-    of_experts_that_are_alive,
-    with_noise,
-    of_groups,
-    weights_of_another_choice,
-    after_those_that_wait,
-    by_cost,
-    beside_a_count,
-    by_a_factor,
-    places_of_another_choice,
+    count_another_choice,
+    route_by_argmax,
+    route_to_alive,
+    route_with_noise,
+    route_in_groups,
+    weigh_another_choice,
+    route_after_waiting,
+    route_by_cost,
+    route_beside_a_count,
+    route_by_a_factor,
+    limit_another_choice,
 ]
 
 
@@ -165,14 +165,14 @@ def check(model, compiled):
     generator = torch.Generator().manual_seed(0)
     for n in (20, 7, 40):
         x = torch.randn(n, D, dtype=torch.float64, generator=generator, requires_grad=True)
-        found = []
+        results = []
         for one in (model, compiled):
             out, statistics = one(x)
-            wanted = [x, *one.experts.parameters(), one.gate.weight]
-            found.append([out, statistics, *torch.autograd.grad(out.sin().sum(), wanted, materialize_grads=True,
+            tensors = [x, *one.experts.parameters(), one.gate.weight]
+            results.append([out, statistics, *torch.autograd.grad(out.sin().sum(), tensors, materialize_grads=True,
                                                                 allow_unused=True)])  # fmt: skip
-        for mine, truth in zip(found[1], found[0], strict=True):
-            torch.testing.assert_close(mine, truth)
+        for actual, expected in zip(results[1], results[0], strict=True):
+            torch.testing.assert_close(actual, expected)
         for one in (model, compiled):
             one.change(torch.Generator().manual_seed(n))
 
@@ -189,27 +189,27 @@ def test_constant_parameters_are_not_folded(route, kind):
     assert moefx.blocks(compiled)[0].fallbacks == 0
 
 
-def chosen(scores):
+def select_mask(scores):
     return torch.zeros_like(scores).scatter(1, scores.topk(K, -1)[1], 1)
 
 
-def at_most(b, scores):
+def bound_above(b, scores):
     return scores.minimum(b.most)
 
 
-def at_least(b, scores):
+def bound_below(b, scores):
     return scores.maximum(b.most - 200)
 
 
-def by_tens(b, scores):
+def bound_by_tens(b, scores):
     return scores + (b.offset / 10).floor()
 
 
-LIMITS = [at_most, at_least, by_tens]
+LIMITS = [bound_above, bound_below, bound_by_tens]
 
 
 class Twice(Held):
-    """Args: behind: (self, scores) -> scores behind a limit that none come to before a step."""
+    """Args: behind: (self, scores) -> scores with a bound that no score reaches before a training step."""
 
     def __init__(self, behind, mask):
         super().__init__(None)
@@ -226,13 +226,13 @@ class Twice(Held):
 @pytest.mark.parametrize("behind", LIMITS)
 def test_a_mask_of_another_choice(behind):
     with pytest.raises(moefx.errors.NoMoEBlockFound, match="some slots are dropped by no known rule"):
-        _compile_symbolically(Twice(behind, chosen).double())
+        _compile_symbolically(Twice(behind, select_mask).double())
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("behind", LIMITS)
 def test_a_mask_of_a_comparison_with_another_choice(behind):
-    """The mask is a part of the weights."""
+    """Keep the masked weights separate from the weights of the other selection."""
     torch.manual_seed(0)
     model = Twice(behind, lambda q: q >= q.topk(K, -1)[0][:, -1:]).double()
     compiled = _compile_symbolically(model)
@@ -249,37 +249,37 @@ def _compile_symbolically(model):
     return moefx.compile(copy.deepcopy(model), example_inputs=(torch.randn(20, D).double(),), plan=plan)
 
 
-def masked_by_itself(b, x):
+def mask_by_itself(b, x):
     scores = b.gate(x).softmax(-1)
-    w, ids = (scores * chosen(scores)).topk(b.k, -1)
-    return w / w.sum(-1, keepdim=True), ids, torch.ones_like(ids, dtype=torch.bool), unbiased(ids)
+    w, ids = (scores * select_mask(scores)).topk(b.k, -1)
+    return w / w.sum(-1, keepdim=True), ids, torch.ones_like(ids, dtype=torch.bool), count_choices(ids)
 
 
-def masked_by_logits(b, x):
+def mask_by_logits(b, x):
     logits = b.gate(x)
-    w = logits.softmax(-1) * chosen(logits)
+    w = logits.softmax(-1) * select_mask(logits)
     ids = logits.softmax(-1).topk(b.k, -1)[1]
     w = w / w.sum(-1, keepdim=True)
-    return w.gather(1, ids), ids, torch.ones_like(ids, dtype=torch.bool), unbiased(ids)
+    return w.gather(1, ids), ids, torch.ones_like(ids, dtype=torch.bool), count_choices(ids)
 
 
-def masked_by_the_least(b, x):
+def mask_by_the_least(b, x):
     scores = b.gate(x).softmax(-1) + b.bias
     w = scores * (scores >= scores.topk(b.k, -1)[0][:, -1:])
     ids = scores.topk(b.k, -1)[1]
-    return w.gather(1, ids), ids, torch.ones_like(ids, dtype=torch.bool), unbiased(ids)
+    return w.gather(1, ids), ids, torch.ones_like(ids, dtype=torch.bool), count_choices(ids)
 
 
-@pytest.mark.parametrize("route", [masked_by_itself, masked_by_logits, masked_by_the_least])
+@pytest.mark.parametrize("route", [mask_by_itself, mask_by_logits, mask_by_the_least])
 def test_a_mask_of_the_same_choice(route):
-    """Other values do not tell them apart either."""
+    """Accept two forms of one selection, which no values of the buffers distinguish."""
     test_constant_parameters_are_not_folded(route, Held)
 
 
 def test_a_constant_parameter_is_not_folded():
-    """The first step of the optimiser moves it."""
+    """Keep a zero parameter, which the first optimizer step changes."""
     torch.manual_seed(0)
-    model = Held(statistics_of_another_choice).double()
+    model = Held(count_another_choice).double()
     del model.bias
     model.bias = torch.nn.Parameter(torch.zeros(E).double())
     compiled = moefx.compile(copy.deepcopy(model), example_inputs=(torch.randn(20, D).double(),))

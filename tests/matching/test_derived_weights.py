@@ -1,4 +1,4 @@
-"""Weights that an expert computes from its own parameters: normalised, quantised, masked, adapted."""
+"""Weights that an expert computes from its parameters: normalized, quantized, masked, adapted."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Normalised(Derived):
 
 
 class Ternary(Derived):
-    """BitNet: weights and activations rounded, straight through."""
+    """BitNet: round weights and activations with straight-through gradients."""
 
     def weight(self, w):
         scale = w.abs().mean().clamp(min=1e-5)
@@ -66,14 +66,14 @@ class Masked(Mlp):
         return self.down(F.gelu(F.linear(x, self.up.weight * self.mask, self.up.bias) * self.gain))
 
 
-def weight_norm():
+def make_weight_norm():
     expert = Mlp(F.gelu)
     parametrizations.weight_norm(expert.up)
     return expert
 
 
 class Adapted(Loop):
-    """W + B A, with one A of all experts'."""
+    """LoRA: W + B A, with one A for all experts."""
 
     def __init__(self):
         super().__init__(Mlp)
@@ -86,7 +86,7 @@ class Adapted(Loop):
 
 
 class StackedWithBiases(Loop):
-    """Stacks of weights with a mask and a scale, beside a list of biases."""
+    """Stacked weights with a mask and a scale, and a list of biases."""
 
     def __init__(self):
         super().__init__(nn.Identity)
@@ -100,7 +100,7 @@ class StackedWithBiases(Loop):
 
 
 class Gains(Loop):
-    """A buffer that is read beside the expert's number, and by two experts each."""
+    """Buffer that is indexed next to the expert's number, by two experts each."""
 
     def __init__(self):
         super().__init__(Mlp)
@@ -116,7 +116,7 @@ MODELS = {
     "ternary": lambda: Loop(Ternary),
     "custom": lambda: Loop(Custom),
     "masked": lambda: Loop(Masked),
-    "weight_norm": lambda: Loop(weight_norm),
+    "weight_norm": lambda: Loop(make_weight_norm),
     "adapted": Adapted,
     "stacked": StackedWithBiases,
     "gains": Gains,
@@ -156,7 +156,7 @@ class Dropped(Derived):
 
 
 class Positions(Loop):
-    """Looks like a gain of each expert's as long as an expert has one token."""
+    """Index a table by position, which looks like a gain per expert while experts have one token."""
 
     def __init__(self):
         super().__init__(Mlp)

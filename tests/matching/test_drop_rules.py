@@ -19,7 +19,7 @@ from ..models.unseen import capacity
 
 
 class Queue(Loop):
-    """Each expert takes the first `room` of its slots, in an order that subclasses choose."""
+    """Each expert takes the first `room` of its slots, in an order that subclasses define."""
 
     def __init__(self, room=lambda n: max(2, int(1.1 * K * n / E))):
         super().__init__(Mlp)
@@ -54,7 +54,7 @@ class Last(Queue):
         return torch.arange(len(t)).flip(0)
 
 
-def same(block: nn.Module, *tokens: int) -> Match:
+def check_sizes(block: nn.Module, *tokens: int) -> Match:
     """Compare the rewritten block for each number of tokens; return its match."""
     block = block.double()
     result = rewritten(block, torch.randn(9, D, dtype=torch.float64))
@@ -71,7 +71,7 @@ def same(block: nn.Module, *tokens: int) -> Match:
     ("block", "order"), [(Queue, "position_token"), (FirstChoices, "position_slot"), (Largest, "weight")]
 )
 def test_the_rule_is_found_and_applied(block, order):
-    match = same(block(), 1, 2, 7, 50, 333)
+    match = check_sizes(block(), 1, 2, 7, 50, 333)
     assert match.drop_rule is not None and match.drop_rule.order == order and match.keep_masks is None
     assert all(match.drop_rule.capacity({"S": n}) == max(2, int(1.1 * K * n / E)) for n in range(1, 3000))
 
@@ -101,7 +101,7 @@ SEVERAL = 12
 
 
 class Dozen(Queue):
-    """As many experts as no power of two divides by: a size that they divide is rare."""
+    """Use a number of experts with an odd factor: few sizes are divisible by it."""
 
     def __init__(self, room):
         super().__init__(room)
@@ -120,7 +120,7 @@ class Dozen(Queue):
 
 
 class Sampled(Dozen):
-    """The number is how many of something are taken: nothing compares it with places."""
+    """Use the capacity in a `topk`, so that no comparison shows it."""
 
     def forward(self, x):
         best = self.gate(x).topk(min(self.room(x.shape[0]), x.shape[0]), 0).values[-1]
@@ -142,7 +142,7 @@ class Sampled(Dozen):
     ids=["ceil", "float", "plus_one", "floor", "threshold"],
 )
 def test_capacities_that_differ_at_few_sizes(block, room):
-    """`ceil(q)` and `int(q) + 1` are one number wherever q is not whole."""
+    """Distinguish `ceil(q)` and `int(q) + 1`, which are equal unless q is whole."""
     model = block(room)
     result = rewritten(model)
     for n in (1, 2, 12, 24, 30, 31, 32, 33, 36, 47, 48, 49, 60, 96, 97, 120, 240, 252):
@@ -154,7 +154,7 @@ def test_capacities_that_differ_at_few_sizes(block, room):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("experts", [13])
 def test_second_choices_that_are_all_dropped(experts, monkeypatch):
-    """Where two experts get all tokens, the first choices may fill just the places that there are."""
+    """Fill the capacity by first choices alone, if two experts get all tokens."""
     monkeypatch.setattr(capacity, "E", experts)
     model = capacity.GShardTop2().double()
     result = rewritten(model, torch.zeros(9, capacity.D, dtype=torch.float64))
@@ -164,7 +164,7 @@ def test_second_choices_that_are_all_dropped(experts, monkeypatch):
 
 
 class OfImages(Queue):
-    """Several token axes: the capacity is of their product."""
+    """Compute the capacity from the product of several token axes."""
 
     def __init__(self):
         super().__init__(lambda n: max(4, math.ceil(2 * n / E * 1.25)))
@@ -183,7 +183,7 @@ def test_a_capacity_of_a_product_of_sizes():
 
 
 def test_a_piecewise_capacity_is_specialized_per_piece():
-    """One piece for the example's side; the other one when a call is there, once."""
+    """Build one program per piece of the capacity, the second at the first call with such a size."""
     model = nn.Sequential(Queue(lambda n: (int(0.9 * n / E) + 7) // 8 * 8 if n > 20 else 3)).double()
     compiled = moefx.compile(model, example_inputs=(torch.randn(33, D, dtype=torch.float64),))
     block = moefx.blocks(compiled)[0]
@@ -212,7 +212,7 @@ class Masked(Loop):
 
 
 class SecondIsOptional(Masked):
-    """The first choice always counts, whatever the comparison says about it."""
+    """Always keep the first choice, regardless of the comparison."""
 
     def keep(self, w):
         keep = w > 0.3
@@ -223,7 +223,7 @@ class SecondIsOptional(Masked):
 def test_the_programs_own_mask_is_used(block):
     block = block()
     nn.init.zeros_(block.gate.weight)  # all weights are 1/E: below the threshold
-    match = same(block, 1, 7, 50)
+    match = check_sizes(block, 1, 7, 50)
     assert match.drop_rule is None and match.keep_masks is not None
 
 
@@ -241,7 +241,7 @@ class PassesThrough(Loop):
 
 
 def test_tokens_without_an_expert_may_pass_through():
-    match = same(PassesThrough(), 1, 7, 50, 333)
+    match = check_sizes(PassesThrough(), 1, 7, 50, 333)
     assert match.forms[0].unrouted_value is not None and match.drop_rule is not None
 
 
@@ -256,12 +256,12 @@ def test_padding_goes_to_no_expert():
                 out = out.index_add(0, t, self.expert(e, x[t], w[t, k, None]))
             return out
 
-    match = same(Padding(), 1, 7, 50)
+    match = check_sizes(Padding(), 1, 7, 50)
     assert match.drop_rule is None and match.keep_masks is None and match.num_experts == E
 
 
 class ByProbability(Loop):
-    """Every expert keeps its likeliest tokens (DeepSpeed's policy "probs"): the program's mask says which."""
+    """Keep the likeliest tokens of each expert (policy "probs" of DeepSpeed), by the program's mask."""
 
     def forward(self, x):
         scores = self.gate(x).softmax(-1)
@@ -279,7 +279,7 @@ class ByProbability(Loop):
 
 
 def test_every_expert_may_keep_its_likeliest_tokens():
-    same(ByProbability(), 1, 7, 50, 333)
+    check_sizes(ByProbability(), 1, 7, 50, 333)
 
 
 @pytest.mark.sampled(3)
@@ -289,26 +289,28 @@ def test_every_expert_may_keep_its_likeliest_tokens():
     ids=["constant", "floor", "multiple"],
 )
 def test_a_capacity_above_the_first_captures_is_found(room):
-    same(Queue(room), 1, 33, 64, 100, 400)
+    check_sizes(Queue(room), 1, 33, 64, 100, 400)
 
 
 def test_capacity_for_every_token_is_no_limit():
-    """An expert gets a token once: behind as many places as tokens there is nothing."""
+    """Set the capacity to the number of tokens, which no expert exceeds."""
     block = Queue(lambda n: n)
     block.gate.weight.data.zero_()  # all tokens to the same experts
-    assert not same(block, 1, 9, 60, 300).guards
+    assert not check_sizes(block, 1, 9, 60, 300).guards
 
 
 def test_a_capacity_beyond_all_that_is_captured_is_a_guard():
-    """Below it nothing is dropped; above it the original runs."""
+    """Drop nothing below the guard; above it the original runs."""
     block = Queue(lambda n: 2000)
     match = rewritten(block).match
     assert match.drop_rule is None and [str(g) for g in match.guards] == [f"S*{K} <= 2000"]
 
 
 class Generous(nn.Module):
-    """Weights as they are for the chosen ones, and for each expert, zero where it has no place left: in captures
-    without a drop both are the same."""
+    """Use the weights of the selected experts, and the weights per expert after drops:
+
+    captures without drops equal both.
+    """
 
     def __init__(self):
         super().__init__()
@@ -327,14 +329,13 @@ class Generous(nn.Module):
 
 def test_weights_that_differ_in_some_captures_only():
     torch.manual_seed(0)
-    match = same(Generous(), 1, 2, 7, 50, 333)
+    match = check_sizes(Generous(), 1, 2, 7, 50, 333)
     assert match.drop_rule is not None and match.drop_rule.order == "position_slot"
     assert not all(lifted.kept_slots.all() for lifted in match.forms)
 
 
 class Buffers(nn.Module):
-    """Slots that have a place are compacted into a buffer [E, C, D]; where most are dropped, fewer rows are left than
-    there are tokens."""
+    """Compact kept slots into a buffer [E, C, D], which may have fewer rows than there are tokens."""
 
     def __init__(self):
         super().__init__()
@@ -355,12 +356,11 @@ class Buffers(nn.Module):
 
 
 def test_a_block_with_buffers_of_slots_is_rewritten():
-    same(Buffers(), 1, 2, 9, 50, 333)
+    check_sizes(Buffers(), 1, 2, 9, 50, 333)
 
 
 class PerSequence(Loop):
-    """Places are counted in each sequence: at 5 sequences of 19 the capacity is what it is at 3 tokens, at one of 40 it
-    is not."""
+    """Compute the capacity per sequence: the values for 5 x 19 and for 3 tokens are equal, for 1 x 40 they differ."""
 
     def __init__(self):
         super().__init__(Mlp, k=1)
@@ -383,11 +383,11 @@ def test_a_capacity_of_each_sequence():
 
 
 class Allowed(nn.Module):
-    """The best expert of a token and another one, by a table; a buffer says which experts have a weight.
+    """Select the best expert of a token and another one by a table; a buffer masks the weights of experts.
 
     Args:
-        loops: over the experts, instead of rows of their weights for each choice.
-        maps: the best one has a table, too.
+        loops: loop over experts instead of gathering weights per slot.
+        maps: map the best expert by a table too.
     """
 
     def __init__(self, loops: bool, maps: bool):
@@ -420,7 +420,7 @@ class Allowed(nn.Module):
 @pytest.mark.parametrize("loops", [False, True])
 @pytest.mark.parametrize("maps", [False, True])
 def test_experts_that_a_buffer_does_not_allow_are_experts(loops, maps):
-    """Those that have no weight in the captures in which they are first chosen; the proof says so without numbers."""
+    """Find experts without a weight in the first captures that select them, without the numeric check."""
     model = Allowed(loops, maps).double()
     plan = moefx.Plan(validation="symbolic")
     x = torch.randn(200, D, dtype=torch.float64)
@@ -430,7 +430,7 @@ def test_experts_that_a_buffer_does_not_allow_are_experts(loops, maps):
 
 
 class Third(nn.Module):
-    """Two choices of one gate and a third one of another, which gets the places that are left: mostly none."""
+    """Select two experts by one gate and a third by another, which gets the remaining capacity: usually none."""
 
     def __init__(self, n: int = 5, room: int = 6):
         super().__init__()
@@ -455,7 +455,7 @@ class Third(nn.Module):
 
 @pytest.mark.exhaustive
 def test_a_slot_that_is_nearly_always_dropped():
-    """A few tokens show it; it is never left out."""
+    """Keep the third slot, which few tokens show."""
     rewritten = 0
     for n in (5, 7):
         model = nn.Sequential(Third(n)).double()
@@ -473,7 +473,7 @@ def test_a_slot_that_is_nearly_always_dropped():
 
 
 class Threshold(Loop):
-    """Some experts take only the tokens that have enough weight."""
+    """Give some experts only the tokens with large weights."""
 
     def __init__(self, strict):
         super().__init__(Mlp, k=1)
@@ -497,4 +497,4 @@ def test_a_threshold_of_some_experts_is_refused(strict):
 
 
 def test_a_threshold_of_all_experts():
-    same(Threshold(range(E)), 1, 9, 100)
+    check_sizes(Threshold(range(E)), 1, 9, 100)

@@ -17,7 +17,7 @@ PLACES = 8
 
 
 class Weighed(Loop):
-    """A mask over all choices, made before the experts, says whose weight counts."""
+    """Mask weights by a comparison over all slots before the experts run."""
 
     def __init__(self, mask: Callable, k: int = K):
         super().__init__(Mlp, k)
@@ -25,32 +25,32 @@ class Weighed(Loop):
 
     def forward(self, x):
         w, ids = self.route(x)
-        own = torch.zeros(x.shape[0], E, dtype=w.dtype).scatter(1, ids, w)
-        return self.mixed(x, w * self.mask(own, min(PLACES, x.shape[0])).gather(1, ids), ids)
+        weights = torch.zeros(x.shape[0], E, dtype=w.dtype).scatter(1, ids, w)
+        return self.mixed(x, w * self.mask(weights, min(PLACES, x.shape[0])).gather(1, ids), ids)
 
 
-def down_to_a_value(own, places):
-    return own >= own.topk(places, 0).values[-1]
+def keep_to_a_value(weights, places):
+    return weights >= weights.topk(places, 0).values[-1]
 
 
-def down_to_the_least(own, places):
-    return own >= own.topk(places, 0).values.amin(0)
+def keep_to_the_least(weights, places):
+    return weights >= weights.topk(places, 0).values.amin(0)
 
 
-def above_a_value(own, places):
-    return own > own.sort(0, descending=True).values[places - 1]
+def keep_above_a_value(weights, places):
+    return weights > weights.sort(0, descending=True).values[places - 1]
 
 
-def by_kthvalue(own, places):
-    return own >= own.kthvalue(own.shape[0] - places + 1, 0).values
+def keep_by_kthvalue(weights, places):
+    return weights >= weights.kthvalue(weights.shape[0] - places + 1, 0).values
 
 
-def by_rank(own, places):
-    return (own[None] > own[:, None]).sum(1) < places
+def keep_by_rank(weights, places):
+    return (weights[None] > weights[:, None]).sum(1) < places
 
 
 class PerExpert(Loop):
-    """Each expert takes some of its rows."""
+    """Give each expert a selection of its rows."""
 
     def __init__(self, first: Callable, k: int = K):
         super().__init__(Mlp, k)
@@ -66,16 +66,16 @@ class PerExpert(Loop):
         return out
 
 
-def largest(w):
+def pick_largest(w):
     return w.argsort(descending=True, stable=True)[:PLACES]
 
 
-def down_to_the_last_place(w):
+def pick_to_the_last_place(w):
     return w >= w.sort(descending=True).values[min(PLACES, len(w)) - 1] if len(w) else w > 0
 
 
-def same_with_ties(block: nn.Module) -> nn.Module:
-    """Compare the compiled block where choices have equal weights; return it."""
+def check_ties(block: nn.Module) -> nn.Module:
+    """Compare the compiled block for slots with equal weights; return it."""
     model = block.double()
     compiled = moefx.compile(model, example_inputs=(torch.randn(9, D, dtype=torch.float64),))
     one = torch.randn(1, D, dtype=torch.float64)
@@ -88,15 +88,17 @@ def same_with_ties(block: nn.Module) -> nn.Module:
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("k", [2, 1])
-@pytest.mark.parametrize("mask", [down_to_a_value, down_to_the_least, above_a_value, by_kthvalue, by_rank])
+@pytest.mark.parametrize(
+    "mask", [keep_to_a_value, keep_to_the_least, keep_above_a_value, keep_by_kthvalue, keep_by_rank]
+)
 def test_a_threshold_keeps_or_drops_all_equal_weights(mask, k):
-    same_with_ties(Weighed(mask, k))
+    check_ties(Weighed(mask, k))
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("k", [1, 2])
 def test_a_capacity_separates_equal_weights(k):
-    compiled = same_with_ties(PerExpert(largest, k))
+    compiled = check_ties(PerExpert(pick_largest, k))
     assert 'drop="weight"' in str(moefx.graph(compiled, ""))
 
 
@@ -104,11 +106,11 @@ def test_a_capacity_separates_equal_weights(k):
 @pytest.mark.parametrize("k", [1, 2])
 def test_a_threshold_per_expert_is_no_capacity(k):
     with pytest.raises(Refused, match="equal weights are kept or dropped together") as refusal:
-        rewritten(PerExpert(down_to_the_last_place, k))
-    assert "argsort(descending=True, stable=True)[:capacity]" in refusal.value.remedy  # as `largest` does
+        rewritten(PerExpert(pick_to_the_last_place, k))
+    assert "argsort(descending=True, stable=True)[:capacity]" in refusal.value.remedy  # as `pick_largest` does
 
 
-def largest_and_last(w):
+def pick_largest_and_last(w):
     return w.numel() - 1 - w.flip(0).argsort(descending=True, stable=True)[:PLACES]
 
 
@@ -116,11 +118,11 @@ def largest_and_last(w):
 @pytest.mark.parametrize("k", [1, 2])
 def test_the_last_of_equal_choices_are_not_the_first(k):
     with pytest.raises(Refused, match="does not keep the first tokens"):
-        rewritten(PerExpert(largest_and_last, k))
+        rewritten(PerExpert(pick_largest_and_last, k))
 
 
 class ByThreshold(Loop):
-    """Experts of a token down to a value of its scores: all of them where all scores are equal."""
+    """Select experts with scores above a threshold: all of them if all scores are equal."""
 
     def __init__(self, on: Callable):
         super().__init__(Mlp)
@@ -145,4 +147,4 @@ class ByThreshold(Loop):
     ids=["topk", "above", "kthvalue", "max", "rank"],
 )
 def test_experts_of_a_token_above_a_threshold(on):
-    same_with_ties(ByThreshold(on))
+    check_ties(ByThreshold(on))

@@ -1,4 +1,4 @@
-"""The evidence of a proof: its forms with their sizes, their order, and what replaces them."""
+"""Evidence of a proof: its forms with their sizes, their order, and their replacement."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_evidence_that_is_dropped_leaves_its_guard():
     form = lift(state)
     state.evidence.add_unaligned(form)
     state.evidence.add(form, GUARD)
-    assert form.optional_guard is None  # it is not changed
+    assert form.optional_guard is None  # the form itself is unchanged
     assert state.evidence.drop(1) == GUARD
     assert len(state.evidence.forms) == len(state.evidence.sizes) == 1
 
@@ -33,7 +33,7 @@ def test_evidence_that_is_dropped_leaves_its_guard():
 def test_forms_are_compared_from_their_alignment_on():
     state = new_state()
     state.evidence.add_unaligned(lift(state))
-    assert state.evidence.add(lift(state, seed=1)) is state.evidence.forms[1]  # one form agrees with itself
+    assert state.evidence.add(lift(state, seed=1)) is state.evidence.forms[1]  # a form agrees with itself
     state.evidence.add_unaligned(lift(state, seed=2))
     with pytest.raises(AssertionError):
         state.evidence.add(lift(state, seed=3))

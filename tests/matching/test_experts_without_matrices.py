@@ -1,4 +1,4 @@
-"""Experts without a matrix among others with one: identities, constants, zeros, and mixtures of these."""
+"""Experts without a matrix next to others: identities, constants, zeros, and mixtures of these."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Constant(nn.Module):
 
 
 class Blend(nn.Module):
-    """Between its input and a constant, as MoE++ has it: two numbers of each row weigh them."""
+    """Mix the input with a constant by two weights per row, as in MoE++."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ class Blend(nn.Module):
 
 
 class Rows(nn.Module):
-    """A loop that takes each expert's rows out and adds its results."""
+    """Loop that gathers the rows of each expert and adds its results."""
 
     def __init__(self, *experts):
         super().__init__()
@@ -74,8 +74,8 @@ class Masks(Rows):
 
 class Stacked(Rows):
     def sums(self, x, w, ids):
-        every = torch.stack([expert(x) for expert in self.experts], 1)
-        return (every.gather(1, ids[..., None].expand(-1, -1, D)) * w[..., None]).sum(1)
+        outputs = torch.stack([expert(x) for expert in self.experts], 1)
+        return (outputs.gather(1, ids[..., None].expand(-1, -1, D)) * w[..., None]).sum(1)
 
 
 class OneHot(Rows):
@@ -117,7 +117,7 @@ def test_experts_without_matrices_among_others(kind, style):
 
 
 class OfTheFirstRow(Blend):
-    """Weighs its rows by the two numbers of the first of them."""
+    """Mix all rows by the two weights of the first row."""
 
     def shares(self, x):
         return super().shares(x)[:1]

@@ -1,4 +1,4 @@
-"""Examples at special sizes: compiled with a guard, or refused with sizes that work."""
+"""Examples with special sizes are compiled with a guard, or refused with sizes that work."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Block(blocks.Block):
         return Loop.forward(self, x.reshape(-1, D)).view(x.shape)
 
 
-def rows(*counts):
+def draw_rows(*counts):
     return [torch.randn(n, D, dtype=torch.float64) for n in counts]
 
 
-def sequences(*sizes):
+def draw_sequences(*sizes):
     return [torch.randn(b, s, D, dtype=torch.float64) for b, s in sizes]
 
 
@@ -69,13 +69,13 @@ def fill_to_8(block, x):
 
 
 CASES = {  # the example first, then other calls
-    "multiples of 14": (scale_multiples, rows(14, 13, 28, 70)),
-    "30 to 40": (scale_between, rows(35, 12, 31, 39, 40)),
-    "one token each": (decode, sequences((3, 1), (1, 1), (40, 1), (2, 7))),
-    "asserted": (take_multiples_only, rows(64, 128, 320)),
-    "asserted, with a capacity": (limit_multiples_only, rows(64, 128, 640)),
-    "padded": (pad_to_8, rows(12, 1, 16, 31)),
-    "filled": (fill_to_8, rows(12, 1, 16, 31)),
+    "multiples of 14": (scale_multiples, draw_rows(14, 13, 28, 70)),
+    "30 to 40": (scale_between, draw_rows(35, 12, 31, 39, 40)),
+    "one token each": (decode, draw_sequences((3, 1), (1, 1), (40, 1), (2, 7))),
+    "asserted": (take_multiples_only, draw_rows(64, 128, 320)),
+    "asserted, with a capacity": (limit_multiples_only, draw_rows(64, 128, 640)),
+    "padded": (pad_to_8, draw_rows(12, 1, 16, 31)),
+    "filled": (fill_to_8, draw_rows(12, 1, 16, 31)),
 }
 
 
@@ -96,24 +96,24 @@ def test_follows_the_size_that_a_refusal_names():
     torch.manual_seed(0)
     model = Block(lambda block, x: block.moe(x * 2 if x.shape[0] == 16 else x)).double()
     with pytest.raises(moefx.NoMoEBlockFound, match=r"S != 16 \(test_guarded_sizes.py") as refused:
-        moefx.compile(model, example_inputs=rows(16))
+        moefx.compile(model, example_inputs=draw_rows(16))
     size = re.search(r"such as S = (\d+)", " ".join(str(refused.value).split()))
     assert size is not None
-    compiled = moefx.compile(copy.deepcopy(model), example_inputs=rows(int(size[1])))
-    for x in rows(int(size[1]), 16):
+    compiled = moefx.compile(copy.deepcopy(model), example_inputs=draw_rows(int(size[1])))
+    for x in draw_rows(int(size[1]), 16):
         torch.testing.assert_close(gradients(compiled, compiled, x), gradients(model, model, x))
 
 
 def test_refuses_thousands_of_comparisons_at_once():
     model = Block(lambda block, x: block.moe(x * 2 if len(x) in range(400, 3000) else x)).double()
     with pytest.raises(moefx.NoMoEBlockFound, match=r"compares S with more than 256 numbers.*bounds of a range"):
-        moefx.compile(model, example_inputs=rows(12))
+        moefx.compile(model, example_inputs=draw_rows(12))
     bounded = Block(lambda block, x: block.moe(x * 2 if 400 <= len(x) < 3000 else x)).double()
-    moefx.compile(bounded, example_inputs=rows(12))
+    moefx.compile(bounded, example_inputs=draw_rows(12))
 
 
 class Batched(Loop):
-    """A mixture for batches, with something that few tokens show, or many; a single sequence takes one expert."""
+    """Run one expert for a single sequence, and for batches a mixture that changes for few or many tokens."""
 
     def __init__(self, change):
         super().__init__(Mlp)
@@ -127,14 +127,14 @@ class Batched(Loop):
         return self.mixed(rows, self.change(w, ids), ids).view(x.shape)
 
 
-def places(w, ids, limit):
+def limit_places(w, ids, limit):
     hits = F.one_hot(ids, 4).reshape(-1, 4)
     return w * (((hits.cumsum(0) - 1) * hits).sum(-1).view_as(ids) < limit)
 
 
 CHANGES = {
-    "at most 100 places": lambda w, ids: places(w, ids, min(100, int(w.shape[0] / 2) + 1)),
-    "at least 4 places": lambda w, ids: places(w, ids, max(4, int(w.shape[0] / 2))),
+    "at most 100 places": lambda w, ids: limit_places(w, ids, min(100, int(w.shape[0] / 2) + 1)),
+    "at least 4 places": lambda w, ids: limit_places(w, ids, max(4, int(w.shape[0] / 2))),
     "more with many": lambda w, ids: w * max(1, int(w.shape[0] / 40)),
 }
 
@@ -144,17 +144,17 @@ CHANGES = {
 def test_captures_few_and_many_tokens_on_the_examples_side(name):
     torch.manual_seed(0)
     model = Batched(CHANGES[name]).double()
-    compiled = moefx.compile(copy.deepcopy(model), example_inputs=sequences((4, 6)))
-    for x in sequences((2, 1), (2, 2), (4, 6), (5, 9), (4, 60), (8, 40)):
+    compiled = moefx.compile(copy.deepcopy(model), example_inputs=draw_sequences((4, 6)))
+    for x in draw_sequences((2, 1), (2, 2), (4, 6), (5, 9), (4, 60), (8, 40)):
         torch.testing.assert_close(gradients(compiled, compiled, x), gradients(model, model, x))
 
 
-def single(block, x, t, k, w, ids, e):
+def halve_single(block, x, t, k, w, ids, e):
     y = block.experts[e](x[t]) * w[t, k, None]
     return y / 2 if int((ids == e).sum()) == 1 else y
 
 
-def second(block, x, t, k, w, ids, e):
+def halve_without_second(block, x, t, k, w, ids, e):
     y = block.experts[e](x[t]) * w[t, k, None]
     try:
         assert t[1] is not None
@@ -163,12 +163,12 @@ def second(block, x, t, k, w, ids, e):
         return y / 2
 
 
-def of_64(block, x, t, k, w, ids, e):
+def double_multiples_of_64(block, x, t, k, w, ids, e):
     return block.experts[e](x[t]) * w[t, k, None] * (2 if math.gcd(len(x), 64) == 64 else 1)
 
 
 class Odd(Loop):
-    """A mixture for some sizes, with experts that change with how many tokens they have; one expert for others."""
+    """Run one expert for some sizes, and for others a mixture whose experts change with their token counts."""
 
     def __init__(self, takes, fn):
         super().__init__(Mlp)
@@ -190,20 +190,20 @@ class Odd(Loop):
 @pytest.mark.parametrize(
     ("takes", "fn", "size"),
     [
-        (lambda x: x.shape[0] > 1, single, (4, 6)),
-        (lambda x: x.shape[0] > 1, second, (4, 6)),
-        (lambda x: x.shape[0] > 1, of_64, (4, 6)),
+        (lambda x: x.shape[0] > 1, halve_single, (4, 6)),
+        (lambda x: x.shape[0] > 1, halve_without_second, (4, 6)),
+        (lambda x: x.shape[0] > 1, double_multiples_of_64, (4, 6)),
     ],
     ids=["single token", "second token", "64 tokens"],
 )
 def test_refuses_differences_at_sizes_on_the_examples_side(takes, fn, size):
     torch.manual_seed(0)
     with pytest.raises(moefx.NoMoEBlockFound, match=r"different functions under|one function under one|for 64 tokens"):
-        moefx.compile(Odd(takes, fn).double(), example_inputs=sequences(size))
+        moefx.compile(Odd(takes, fn).double(), example_inputs=draw_sequences(size))
 
 
 class Multiples(Odd):
-    """Takes no other sizes, multiples of 8 tokens say."""
+    """Raise for other sizes, such as non-multiples of 8."""
 
     def forward(self, x):
         if not self.takes(x):
@@ -213,25 +213,25 @@ class Multiples(Odd):
 
 def test_explains_failures_at_sizes_that_a_program_accepts():
     torch.manual_seed(0)
-    model = Multiples(lambda x: x.shape[0] * x.shape[1] % 8 == 0, single).double()
+    model = Multiples(lambda x: x.shape[0] * x.shape[1] % 8 == 0, halve_single).double()
     with pytest.raises(moefx.NoMoEBlockFound, match=r"different functions under|one function under one"):
-        moefx.compile(model, example_inputs=sequences((4, 6)))
+        moefx.compile(model, example_inputs=draw_sequences((4, 6)))
 
 
-def of_two(block, x, t, k, w, ids, e):
+def halve_pairs(block, x, t, k, w, ids, e):
     y = block.experts[e](x[t]) * w[t, k, None]
     return y / 2 if int((ids == e).sum()) == 2 else y
 
 
 def test_refuses_a_special_case_of_two_tokens():
     torch.manual_seed(0)
-    model = Multiples(lambda x: x.shape[0] * x.shape[1] >= 16, of_two).double()
+    model = Multiples(lambda x: x.shape[0] * x.shape[1] >= 16, halve_pairs).double()
     with pytest.raises(moefx.NoMoEBlockFound, match=r"different functions under|one function under one"):
-        moefx.compile(model, example_inputs=sequences((4, 6)), plan=moefx.Plan(validation="symbolic"))
+        moefx.compile(model, example_inputs=draw_sequences((4, 6)), plan=moefx.Plan(validation="symbolic"))
 
 
 class ByCondition(Block):
-    """Each sequence chooses by its condition."""
+    """Select experts for each sequence by its condition."""
 
     def __init__(self):
         super().__init__(None)
@@ -248,7 +248,10 @@ class ByCondition(Block):
 def test_accepts_a_condition_of_one_sequence():
     torch.manual_seed(0)
     model = ByCondition().double()
-    (x, c), others = (sequences((1, 9))[0], rows(1)[0]), [(sequences((b, 7))[0], rows(b)[0]) for b in (1, 3)]
+    (x, c), others = (
+        (draw_sequences((1, 9))[0], draw_rows(1)[0]),
+        [(draw_sequences((b, 7))[0], draw_rows(b)[0]) for b in (1, 3)],
+    )
     compiled = moefx.compile(copy.deepcopy(model), example_inputs=(x, c))
     for call in [(x, c), *others]:
         torch.testing.assert_close(gradients(compiled, compiled, *call), gradients(model, model, *call))
@@ -257,7 +260,7 @@ def test_accepts_a_condition_of_one_sequence():
 
 
 class Counting(nn.Module):
-    """Experts that are skipped by how many tokens they have."""
+    """Skip experts by the number of their tokens."""
 
     def __init__(self, skips, num_experts, k):
         super().__init__()
@@ -293,7 +296,7 @@ SKIPS = {
 def test_skips_idle_experts_among_few(name, num_experts, k):
     torch.manual_seed(0)
     model = Counting(SKIPS[name], num_experts, k).double()
-    inputs = rows(12, 1, 2, 50)
+    inputs = draw_rows(12, 1, 2, 50)
     compiled = moefx.compile(copy.deepcopy(model), example_inputs=inputs[:1])
     for x in inputs:
         torch.testing.assert_close(gradients(compiled, compiled, x), gradients(model, model, x))
@@ -302,28 +305,28 @@ def test_skips_idle_experts_among_few(name, num_experts, k):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["start == end", "count == 0"])
 def test_follows_the_remedy_for_rows(name):
-    """If every token chooses all experts none is ever idle."""
+    """Accept experts that are never idle: every token selects all of them."""
     torch.manual_seed(0)
     with pytest.raises(
         moefx.NoMoEBlockFound, match=r"a token count that Python reads from a tensor.*rows.shape\[0\] == 0"
     ):
-        moefx.compile(Counting(SKIPS[name], 2, 2).double(), example_inputs=rows(12))
+        moefx.compile(Counting(SKIPS[name], 2, 2).double(), example_inputs=draw_rows(12))
     model = Counting(lambda count, start, end, rows: rows.shape[0] == 0, 2, 2).double()
-    compiled = moefx.compile(copy.deepcopy(model), example_inputs=rows(12))
-    x = rows(9)[0]
+    compiled = moefx.compile(copy.deepcopy(model), example_inputs=draw_rows(12))
+    x = draw_rows(9)[0]
     torch.testing.assert_close(gradients(compiled, compiled, x), gradients(model, model, x))
 
 
 @pytest.mark.parametrize("skips", [lambda count, *_: count.item() <= 1, lambda count, *_: count < 2])
 def test_refuses_to_skip_a_single_token(skips):
-    """Idle experts are skipped too, which must not settle it."""
+    """Refuse the skip although idle experts are skipped correctly."""
     torch.manual_seed(0)
     with pytest.raises(moefx.NoMoEBlockFound, match=r"depends on .* that Python reads from a tensor: "):
-        moefx.compile(Counting(skips, 4, 2).double(), example_inputs=rows(16))
+        moefx.compile(Counting(skips, 4, 2).double(), example_inputs=draw_rows(16))
 
 
 class RanksInChunks(nn.Module):
-    """Places of an expert are counted anew for each 64 tokens."""
+    """Count the tokens of an expert separately for every 64 tokens."""
 
     def __init__(self):
         super().__init__()
@@ -342,8 +345,8 @@ class RanksInChunks(nn.Module):
         return out.reshape(x.shape)
 
     def rank(self, ids):
-        own = F.one_hot(ids, 6).reshape(-1, 6)
-        return (own.cumsum(0) - own).gather(1, ids.reshape(-1, 1)).reshape(ids.shape)
+        one_hot = F.one_hot(ids, 6).reshape(-1, 6)
+        return (one_hot.cumsum(0) - one_hot).gather(1, ids.reshape(-1, 1)).reshape(ids.shape)
 
 
 @pytest.mark.exhaustive

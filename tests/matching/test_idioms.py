@@ -1,4 +1,4 @@
-"""Idioms of MoE blocks: each is rewritten, and never runs the original."""
+"""Idioms of MoE blocks: each runs rewritten."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..blocks import D, E, H, Loop, Mlp
 
 
 class EinsumOfRows(Loop):
-    """Weights and rows by boolean masks; an expert may have none, or one."""
+    """Select weights and rows by boolean masks; an expert may have no row or one."""
 
     def forward(self, x):
         p = self.gate(x).softmax(-1)
@@ -37,7 +37,7 @@ class WrittenInto(Loop):
 
 
 class MovingAverage(Loop):
-    """A buffer that is put in place of the last one."""
+    """Replace a buffer by its moving average."""
 
     def __init__(self):
         super().__init__(Mlp)
@@ -50,7 +50,7 @@ class MovingAverage(Loop):
 
 
 class LowScores(Loop):
-    """All experts on all tokens; the gates of those that were not chosen round to zero."""
+    """Run all experts on all tokens; the gates of unselected experts round to zero."""
 
     def forward(self, x):
         scores = self.gate(x)
@@ -60,7 +60,7 @@ class LowScores(Loop):
 
 
 class TwoColumns(Loop):
-    """A first and a second argmax, each with places in its own tensor; most second choices find none."""
+    """Select a first and a second expert by argmax, with separate capacities; most second slots are dropped."""
 
     def forward(self, x):
         p = self.gate(x).softmax(-1)
@@ -69,14 +69,14 @@ class TwoColumns(Loop):
         places = max(2, int(x.shape[0] / E))
         hits = F.one_hot(a, E).cumsum(0) * F.one_hot(a, E)
         kept_a = (hits <= places) & (hits > 0)
-        more = F.one_hot(b, E).cumsum(0) * F.one_hot(b, E) + kept_a.sum(0)
-        kept_b = (more <= places) & F.one_hot(b, E).bool()
+        rank_b = F.one_hot(b, E).cumsum(0) * F.one_hot(b, E) + kept_a.sum(0)
+        kept_b = (rank_b <= places) & F.one_hot(b, E).bool()
         w = (first * kept_a.any(-1))[:, None] * F.one_hot(a, E) + (second * kept_b.any(-1))[:, None] * F.one_hot(b, E)
         return sum(w[:, e : e + 1] * expert(x) for e, expert in enumerate(self.experts))
 
 
 class ToItsPlace(Loop):
-    """Experts have been moved: a buffer says where each is."""
+    """Map experts by a buffer."""
 
     def __init__(self):
         super().__init__(Mlp)
@@ -88,7 +88,7 @@ class ToItsPlace(Loop):
 
 
 class RootMeanSquare(nn.Module):
-    """Its scale looks like a weight of the token where one expert has all of them."""
+    """Normalize rows by a scale that looks like a routing weight if one expert has all tokens."""
 
     def __init__(self):
         super().__init__()
@@ -134,7 +134,7 @@ class Normalised(Loop):
 
 
 class Chunks(Loop):
-    """Groups of tokens: at more than 16 another program than at fewer."""
+    """Route groups of 16 tokens: more tokens run another program."""
 
     def forward(self, x):
         parts = []
@@ -154,7 +154,7 @@ class ReentrantCheckpoint(Loop):
 
 
 class KeepsLosses(Loop):
-    """Several results in one attribute."""
+    """Store several results in one attribute."""
 
     def forward(self, x):
         scores = self.gate(x)
@@ -168,7 +168,7 @@ class PowersInPlace(Loop):
 
 
 class Checks(Loop):
-    """That only raise, or do nothing."""
+    """Assert conditions."""
 
     def route(self, x):
         w, ids = super().route(x)
@@ -180,7 +180,7 @@ class Checks(Loop):
 
 
 class Rounds(Loop):
-    """One choice at a time, of what is left. Each leaves its weights as a column."""
+    """Select one expert at a time from the remaining ones, with its weights as a column."""
 
     def forward(self, x):
         left, out = self.gate(x).softmax(-1), 0
@@ -210,19 +210,21 @@ def test_idioms_are_rewritten(kind):
     for tokens in (1, 2, 9, 80):
         x = torch.randn(tokens, D, dtype=torch.float64)
         buffers = {n: b.clone() for n, b in model.named_buffers()}
-        ours = compiled(x), dict(compiled.named_buffers())
+        actual = compiled(x), dict(compiled.named_buffers())
         for n, b in buffers.items():
             model.get_submodule(n.rpartition(".")[0])._buffers[n.rpartition(".")[2]] = b
-        torch.testing.assert_close(ours, (model(x), dict(model.named_buffers())))
+        torch.testing.assert_close(actual, (model(x), dict(model.named_buffers())))
         if kind is KeepsLosses:
-            ours, theirs = compiled[0].losses, model[0].losses
-            assert ours["more"][1:] == ["z", None]
-            torch.testing.assert_close([ours["balance"], ours["more"][0]], [theirs["balance"], theirs["more"][0]])
+            actual, expected = compiled[0].losses, model[0].losses
+            assert actual["more"][1:] == ["z", None]
+            torch.testing.assert_close(
+                [actual["balance"], actual["more"][0]], [expected["balance"], expected["more"][0]]
+            )
     assert moefx.blocks(compiled)[0].fallbacks == 0
 
 
 class NormedScores(Loop):
-    """A norm that is no module, and without a weight."""
+    """Apply a functional norm without a weight."""
 
     def route(self, x):
         return super().route(F.rms_norm(x, (D,)))
@@ -239,20 +241,23 @@ EPS_OF_THE_DTYPE = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", EPS_OF_THE_DTYPE)
 def test_a_norm_has_the_eps_of_its_dtype(kind, dtype):
-    """None is given; the numeric check runs in float64, and inputs are so small that eps counts."""
+    """Use the default eps of each dtype, for inputs small enough that eps matters.
+
+    The numeric check runs in float64.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(EPS_OF_THE_DTYPE[kind]()).to(dtype)
     compiled = moefx.compile(model, example_inputs=(torch.randn(9, D, dtype=dtype),))
-    for also in (dtype, torch.float64, torch.float32):
-        a, b = copy.deepcopy(compiled).to(also), copy.deepcopy(model).to(also)
-        x = 1e-4 * torch.randn(20, D, dtype=also)
-        found, wanted = a(x).double(), b(x).double()
-        assert (found - wanted).norm() <= 20 * torch.finfo(also).eps * wanted.norm()
+    for other_dtype in (dtype, torch.float64, torch.float32):
+        a, b = copy.deepcopy(compiled).to(other_dtype), copy.deepcopy(model).to(other_dtype)
+        x = 1e-4 * torch.randn(20, D, dtype=other_dtype)
+        output, original_output = a(x).double(), b(x).double()
+        assert (output - original_output).norm() <= 20 * torch.finfo(other_dtype).eps * original_output.norm()
         assert moefx.blocks(a)[0].fallbacks == 0
 
 
 class Masked(nn.Module):
-    """All experts on all tokens, and what padding has is taken away again."""
+    """Run all experts on all tokens, and subtract the results of padding."""
 
     def __init__(self):
         super().__init__()
@@ -268,7 +273,7 @@ class Masked(nn.Module):
 
 
 class WithoutPadding(Loop):
-    """Only what is no padding is looked at, behind a norm."""
+    """Select the tokens that are no padding, after a norm."""
 
     def __init__(self):
         super().__init__(Mlp, k=1)
@@ -296,7 +301,7 @@ def test_masks_that_leave_few_or_nearly_all(kind, left):
 
 
 class Given(Loop):
-    """The router is the parent's; it has one for all layers."""
+    """Get the routing from the parent, which has one router for all layers."""
 
     def forward(self, x, w, ids):
         return self.mixed(x, w, ids)
@@ -357,7 +362,7 @@ def test_returned_inputs_stay_inputs(kind):
 
 
 class ByTask(Loop):
-    """A row of a table, by an integer buffer; all rows are alike when it is compiled."""
+    """Index a table by an integer buffer. All rows are equal at compile time."""
 
     def __init__(self):
         super().__init__(Mlp)
@@ -368,9 +373,9 @@ class ByTask(Loop):
         return (self.gate(x) + self.bias[self.task]).softmax(-1).topk(self.k, -1)
 
 
-@pytest.mark.exhaustive  # `test_stored_integers` has such buffers
+@pytest.mark.exhaustive  # `test_stored_integers` has similar buffers
 def test_a_row_by_an_integer_buffer():
-    """Rewritten or not, it is the row that the buffer says."""
+    """Use the row of the current buffer, whether or not the block is rewritten."""
     model = nn.Sequential(ByTask()).double()
     compiled = moefx.compile(model, example_inputs=(torch.randn(9, D, dtype=torch.float64),), strict=False)
     model[0].bias.normal_()
@@ -390,7 +395,7 @@ class GivenTask(Loop):
 
 
 def test_a_row_by_an_integer_input():
-    """There is no row for any other number."""
+    """Index a table by an input; other numbers have no row."""
     torch.manual_seed(0)
     model = GivenTask().double()
     compiled = moefx.compile(model, example_inputs=(torch.randn(9, D, dtype=torch.float64), torch.tensor(2)))
@@ -413,7 +418,7 @@ class SkipsLoners(Loop):
 
 
 class Images(Loop):
-    """The pixels of `[B, C, H, W]`; each channel of the result has a scale of its own."""
+    """Route the pixels of `[B, C, H, W]`, and scale each channel of the result."""
 
     def __init__(self, channels=D):
         super().__init__(lambda: nn.Sequential(nn.Linear(channels, 8), nn.ReLU(), nn.Linear(8, channels)))
@@ -430,7 +435,7 @@ class Images(Loop):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("channels, training", [(D, True), (D, False), (3, False)])
 def test_channels_that_have_parameters_are_no_experts(channels, training):
-    """Also of images that captures make wider than they have channels: an image has fewer rows than pixels then."""
+    """Accept images with more channels than pixels: captures may have images wider than the number of channels."""
     torch.manual_seed(0)
     model = nn.Sequential(Images(channels)).double().train(training)
     compiled = moefx.compile(model, example_inputs=(torch.randn(2, channels, 4, 5, dtype=torch.float64),))
@@ -441,7 +446,7 @@ def test_channels_that_have_parameters_are_no_experts(channels, training):
 
 
 class OneHot(Loop):
-    """Tokens of an expert by the slots in which they chose it."""
+    """Find the tokens of an expert by a one-hot mask per slot."""
 
     def mixed(self, x, w, ids):
         out = torch.zeros_like(x)
@@ -458,7 +463,7 @@ class WeightsFirst(Loop):
 
 @pytest.mark.parametrize("kind", [OneHot, WeightsFirst])
 def test_all_experts_are_chosen(kind):
-    """The rows of each are those of all tokens, and look like everybody's."""
+    """Accept that each expert has the rows of all tokens."""
     torch.manual_seed(0)
     model = nn.Sequential(kind(k=E)).double()
     compiled = moefx.compile(model, example_inputs=(torch.randn(9, D, dtype=torch.float64),))
@@ -478,14 +483,14 @@ class Quantised(nn.Module):
         return F.linear(x, self.q.to(x.dtype) * self.scale)
 
 
-def pruned():
+def prune_experts():
     expert = Mlp()
     torch.nn.utils.prune.l1_unstructured(expert.up, "weight", 0.3)
     return expert
 
 
 class KeepsWeights(Loop):
-    """Keeps a list of copies of its experts' weights."""
+    """Store a list of copies of the experts' weights."""
 
     kept = None
 
@@ -512,7 +517,7 @@ class Counts(Loop):
             lambda: Loop(lambda: nn.Sequential(Quantised(), nn.ReLU(), Quantised())),
             r"computed from integers .* \[experts.0.",
         ),
-        (lambda: Loop(pruned), r"set attributes in their forward, .* \[experts.0.up.weight, "),
+        (lambda: Loop(prune_experts), r"set attributes in their forward, .* \[experts.0.up.weight, "),
         (lambda: KeepsWeights(Mlp), r"set attributes in their forward, .* \[kept\]"),
     ],
 )
@@ -548,7 +553,7 @@ def test_ways_to_make_the_output(make):
 
 
 class Positions(Loop):
-    """A table of positions with 32 rows."""
+    """Add positions from a table of 32 rows."""
 
     def __init__(self):
         super().__init__()
@@ -565,7 +570,7 @@ def test_a_table_that_is_too_short_for_many_tokens_is_named():
 
 
 class Heads(nn.Module):
-    """A mixture of attention heads, whose biases are cut into parts by a reshape."""
+    """Mixture of attention heads, whose biases a reshape splits."""
 
     def __init__(self):
         super().__init__()

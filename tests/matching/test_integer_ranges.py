@@ -23,12 +23,14 @@ class Fn(nn.Module):
         return self.fn(x @ self.w)
 
 
-def ranges(fn):
-    """(range of the result, whether it is decided)."""
-    taken = capture_block(Fn(fn), (torch.empty(5, 3, device="meta"),), {}, Routing())
-    found = IntegerRanges(taken.nodes)
-    bounds = found.get(taken.out)
-    return (None if bounds is None else (int(bounds[0].min()), int(bounds[1].max()))), found.is_decided(taken.out)
+def find_range(fn):
+    """Return the range of the result, and whether it is decided."""
+    captured = capture_block(Fn(fn), (torch.empty(5, 3, device="meta"),), {}, Routing())
+    all_ranges = IntegerRanges(captured.nodes)
+    bounds = all_ranges.get(captured.out)
+    return (None if bounds is None else (int(bounds[0].min()), int(bounds[1].max()))), all_ranges.is_decided(
+        captured.out
+    )
 
 
 @pytest.mark.parametrize(
@@ -41,11 +43,11 @@ def ranges(fn):
         (lambda s: s.topk(2).indices.reshape(-1).sort()[0], (0, E - 1)),
         (lambda s: s.topk(2).indices + 3, (3, E + 2)),
         (lambda s: s.topk(2).indices.clamp(max=1), (0, 1)),
-        (lambda s: torch.bincount(s.argmax(-1), minlength=E), (0, UNBOUNDED)),  # of tokens there may be more
+        (lambda s: torch.bincount(s.argmax(-1), minlength=E), (0, UNBOUNDED)),  # the number of tokens is unbounded
         (lambda s: (s.argmax(-1) == 1).sum(), (0, UNBOUNDED)),
         (lambda s: torch.arange(3), (0, 2)),
         (lambda s: F.one_hot(s.argmax(-1), E).cumsum(-2), (0, UNBOUNDED)),
-        (lambda s: F.one_hot(s.argmax(-1, keepdim=True), E).cumsum(-2), (0, 1)),  # along an axis of one
+        (lambda s: F.one_hot(s.argmax(-1, keepdim=True), E).cumsum(-2), (0, 1)),  # along an axis of size one
         (lambda s: (F.one_hot(s.argmax(-1), E).cumsum(-2) - 1).clamp(max=6), (-1, 6)),
         (lambda s: s.topk(2).indices - s.argmax(-1, keepdim=True), (1 - E, E - 1)),
         (lambda s: (s.topk(2).indices - 1) * (s.argmax(-1, keepdim=True) - 1), (2 - E, (E - 2) ** 2)),
@@ -62,7 +64,7 @@ def ranges(fn):
         (lambda s: (i := s.argmax(-1)).masked_fill(i == 1, 9), (0, 9)),
         (lambda s: (i := s.argmax(-1) - 1).masked_fill(i < 0, 7), (0, 7)),
         (lambda s: torch.where((i := s.argmax(-1)) >= 2, -5, i), (-5, 1)),
-        (lambda s: s.argmax(-1).masked_fill(s.argmax(-1) == E - 1, 0), (0, E - 1)),  # of another node
+        (lambda s: s.argmax(-1).masked_fill(s.argmax(-1) == E - 1, 0), (0, E - 1)),  # compares another node
         (lambda s: torch.arange(E).flip(0)[s.argmax(-1)], (0, E - 1)),
         (lambda s: torch.arange(E).flip(0).index_select(0, s.argmax(-1)), (0, E - 1)),
         (lambda s: torch.arange(E).flip(0).take(s.argmax(-1)), (0, E - 1)),
@@ -70,7 +72,7 @@ def ranges(fn):
     ],
 )
 def test_ranges_have_the_bounds_of_the_program(fn, bounds):
-    assert ranges(fn)[0] == bounds
+    assert find_range(fn)[0] == bounds
 
 
 @pytest.mark.parametrize(
@@ -89,14 +91,14 @@ def test_ranges_have_the_bounds_of_the_program(fn, bounds):
     ],
 )
 def test_comparisons_with_one_outcome_are_decided(fn, decided):
-    found = ranges(fn)[1]
-    assert found == decided or not found  # undecided is always safe
+    is_decided = find_range(fn)[1]
+    assert is_decided == decided or not is_decided  # undecided is always safe
     if decided:
-        assert found
+        assert is_decided
 
 
 class Looked(Fn):
-    """`fn` of scores and of integers that a buffer holds."""
+    """Apply `fn` to scores and to integers from a buffer."""
 
     def __init__(self, fn):
         super().__init__(fn)
@@ -110,39 +112,39 @@ class Looked(Fn):
     ("fn", "decided"),
     [
         (lambda s, i: (s.gather(1, i), (i == E).any())[1], True),
-        (lambda s, i: ((i == E).any(), s.gather(1, i))[0], False),  # asked before
-        (lambda s, i: (s[i[:, 0]], (i >= 5).any())[1], False),  # of tokens there may be more
+        (lambda s, i: ((i == E).any(), s.gather(1, i))[0], False),  # compared before the lookup
+        (lambda s, i: (s[i[:, 0]], (i >= 5).any())[1], False),  # the number of tokens is unbounded
         (lambda s, i: (s.take(i), (i >= 5 * E).any())[1], False),
     ],
 )
 def test_lookups_bound_their_indices(fn, decided):
-    taken = capture_block(Looked(fn), (torch.empty(5, 3, device="meta"),), {}, Routing())
-    assert IntegerRanges(taken.nodes, of_call=True).is_decided(taken.out) == decided
+    captured = capture_block(Looked(fn), (torch.empty(5, 3, device="meta"),), {}, Routing())
+    assert IntegerRanges(captured.nodes, of_call=True).is_decided(captured.out) == decided
 
 
 def test_ranges_do_not_depend_on_the_order_of_queries():
     block = Looked(lambda s, i: ((i == E).any(), s.gather(1, i), (i == E).any()))
     nodes = capture_block(block, (torch.empty(5, 3, device="meta"),), {}, Routing()).nodes
 
-    def hulls(order):
-        ranges = IntegerRanges(nodes, of_call=True)
-        found = {n: ranges.get(n) for n in order}
-        return [None if found[n] is None else [(int(b.min()), int(b.max())) for b in found[n]] for n in nodes]
+    def read_bounds(order):
+        all_ranges = IntegerRanges(nodes, of_call=True)
+        bounds = {n: all_ranges.get(n) for n in order}
+        return [None if bounds[n] is None else [(int(b.min()), int(b.max())) for b in bounds[n]] for n in nodes]
 
-    assert hulls(nodes) == hulls(nodes[::-1])
+    assert read_bounds(nodes) == read_bounds(nodes[::-1])
     ids = next(i for i, n in enumerate(nodes) if "add" in str(n.target))
-    assert hulls(nodes)[ids] == [(0, 0), (E - 1, E - 1)]  # by a lookup behind it
+    assert read_bounds(nodes)[ids] == [(0, 0), (E - 1, E - 1)]  # bounded by the later lookup
 
 
 def test_a_query_reads_the_capture_up_to_its_node():
     block = Fn(lambda s: [s.topk(2).indices == e for e in range(E)])
-    taken = capture_block(block, (torch.empty(5, 3, device="meta"),), {}, Routing())
-    ranges = IntegerRanges(taken.nodes)
-    first = next(n for n in taken.nodes if "eq" in str(n.target))
-    ranges.get(first.args[0])
-    assert ranges._read <= first.meta["index"]
+    captured = capture_block(block, (torch.empty(5, 3, device="meta"),), {}, Routing())
+    find_range = IntegerRanges(captured.nodes)
+    first = next(n for n in captured.nodes if "eq" in str(n.target))
+    find_range.get(first.args[0])
+    assert find_range._read <= first.meta["index"]
 
 
 def test_a_one_hot_tensor_is_between_zero_and_one():
-    bounds, _ = ranges(lambda s: F.one_hot(s.argmax(-1), E + 2))
+    bounds, _ = find_range(lambda s: F.one_hot(s.argmax(-1), E + 2))
     assert bounds is None or bounds == (0, 1)

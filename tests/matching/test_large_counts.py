@@ -13,7 +13,7 @@ from ..blocks import D, E, Loop, Mlp, rewritten
 
 
 class Limited(Loop):
-    """Experts count if they have tokens as `keeps` says; `is_length`: their number is that of the rows."""
+    """Run experts if `keeps` accepts their token count; `is_length`: the count is the length of their rows."""
 
     def __init__(self, keeps, is_length=False):
         super().__init__(Mlp)
@@ -84,7 +84,7 @@ def test_no_count_changes_the_outcome(keeps):
 
 
 class OfNumbers(Loop):
-    """Expert numbers are compared, not counts: no larger one exists."""
+    """Compare expert numbers, which have an upper bound, not counts."""
 
     def mixed(self, x, w, ids):
         out = torch.zeros_like(x)

@@ -1,4 +1,4 @@
-"""Ops that read or write entries by integers: their axes and bounds, and blocks that look up by `torch.take`."""
+"""Ops that read or write entries by integers: their axes and bounds, and blocks that use `torch.take`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ LOOKUPS = {
 @pytest.mark.parametrize(("lookup", "expected"), LOOKUPS.values(), ids=LOOKUPS)
 def test_a_lookup_names_the_axes_that_it_indexes(lookup, expected):
     table = torch.arange(12).view(4, 3)
-    taken = capture_block(Block(lambda b, i: lookup(table, i)), (torch.tensor([0, 2]),), {}, Routing())
-    found = {node: [at for _, *at in find_lookups(node)] for node in taken.nodes}
-    assert [tuple(at) for at in found[taken.out]] == expected
+    captured = capture_block(Block(lambda b, i: lookup(table, i)), (torch.tensor([0, 2]),), {}, Routing())
+    axes = {node: [at for _, *at in find_lookups(node)] for node in captured.nodes}
+    assert [tuple(at) for at in axes[captured.out]] == expected
 
 
 class TakenWeights(Loop):

@@ -1,4 +1,4 @@
-"""Loops over many experts: a deviating one must be seen, and the proof must not grow faster than the loop."""
+"""Loops over many experts: proofs find one that differs, and take time linear in the number of experts."""
 
 from __future__ import annotations
 
@@ -17,44 +17,44 @@ COUNTS = [40, pytest.param(512, marks=pytest.mark.exhaustive)]
 
 
 class Scaled(Loop):
-    """Doubles the output of one expert."""
+    """Double the output of one expert."""
 
     def expert(self, e, x, w):
         return self.experts[e](x) * (2 * w if e == ODD else w)
 
 
 class Borrowed(Loop):
-    """Runs another expert in the place of one."""
+    """Run another expert instead of one."""
 
     def expert(self, e, x, w):
         return self.experts[e - 1 if e == ODD else e](x) * w
 
 
 class NotForOneRow(Loop):
-    """Computes otherwise only if one expert has a single row, as long as the loop asks for it."""
+    """Use another function only if one expert has a single row."""
 
     def expert(self, e, x, w):
         y = self.experts[e](x) * w
         return y.abs() if e == ODD and len(x) == 1 else y
 
 
-def other_activation(block: Loop) -> None:
+def replace_activation(block: Loop) -> None:
     block.experts[ODD].act = F.silu
 
 
-def no_bias(block: Loop) -> None:
+def remove_bias(block: Loop) -> None:
     block.experts[ODD].down = nn.Linear(H, D, bias=False)
 
 
-def shared_weight(block: Loop) -> None:
+def share_weight(block: Loop) -> None:
     block.experts[ODD].up.weight = block.experts[3].up.weight
 
 
-def agrees(block: nn.Module, result) -> bool:
-    """Whether the rewritten graph computes what the block does, with every expert chosen."""
+def is_equal(block: nn.Module, result) -> bool:
+    """Compare the rewritten graph with the block, with every expert selected."""
     with torch.no_grad():
         block.gate.weight.copy_(F.normalize(block.gate.weight, dim=-1))
-    x = torch.cat([3 * block.gate.weight.detach(), torch.randn(64, D, dtype=torch.float64)])  # one token an expert
+    x = torch.cat([3 * block.gate.weight.detach(), torch.randn(64, D, dtype=torch.float64)])  # one token per expert
     assert set(range(len(block.experts))) <= set(block.route(x)[1].flatten().tolist())
     return torch.allclose(result.graph.compile()(block, x), block(x), rtol=1e-10, atol=1e-12)
 
@@ -75,24 +75,24 @@ def test_a_different_call_of_one_expert_is_refused(kind, reason, count):
 
 
 @pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("change", [other_activation, no_bias, shared_weight])
+@pytest.mark.parametrize("change", [replace_activation, remove_bias, share_weight])
 def test_a_different_expert_among_many_is_seen(change, count):
     torch.manual_seed(0)
     block = Loop(Mlp, num_experts=count)
     change(block)
     block.double()
-    if change is shared_weight:
-        with pytest.raises(Refused, match="explains which experts were used"):  # whose it is cannot be told
+    if change is share_weight:
+        with pytest.raises(Refused, match="explains which experts were used"):  # the parameter belongs to two experts
             rewritten(block, torch.zeros(5, D).double())
         return
     result = rewritten(block, torch.zeros(5, D).double())
     others = [e for e in range(count) if e != ODD]
     assert sorted(g.ids for g in result.match.groups) == [others, [ODD]]
-    assert agrees(block, result)
+    assert is_equal(block, result)
 
 
 def test_a_value_that_each_iteration_recomputes_is_visited_once(monkeypatch):
-    """`weights[t, k, None]` inserts the axis in each turn; the candidates of it must not be as many as the experts."""
+    """Visit the axis that `weights[t, k, None]` inserts once, not once per expert."""
     most = 0
     rows = ValueLookup.rows
 
@@ -107,7 +107,7 @@ def test_a_value_that_each_iteration_recomputes_is_visited_once(monkeypatch):
 
 
 def test_rows_of_a_shape_that_no_expert_computes_with_are_not_followed(monkeypatch):
-    """The scores of groups of experts are long sums: following each row takes time."""
+    """Ignore the scores of groups of experts: following each row of these long sums takes time."""
     asked, rows = set(), ValueLookup.rows
 
     def noted(self, shape):
@@ -122,10 +122,10 @@ def test_rows_of_a_shape_that_no_expert_computes_with_are_not_followed(monkeypat
 
 @pytest.mark.exhaustive
 def test_all_experts_of_captures_without_the_odd_one_are_matched():
-    """The graph is read off captures in which both kinds of experts work, the parameters off all captures."""
+    """Read the graph from captures with both kinds of experts, and the parameters from all captures."""
     torch.manual_seed(0)
     block = Loop(Mlp, num_experts=128)
-    no_bias(block)
+    remove_bias(block)
     result = rewritten(block.double(), torch.zeros(5, D).double())
     assert sorted(len(g.ids) for g in result.match.groups) == [1, 127]
-    assert agrees(block, result)
+    assert is_equal(block, result)

@@ -1,4 +1,4 @@
-"""Experts under their own names, in no list: a token's type, a mask or a score selects a module or parameter."""
+"""Experts in named attributes instead of a list: a type, a mask or a score selects a module or parameter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..blocks import D, Gated, H, Mlp
 from ..models.case import gradients
 
 
-def write(x, *pairs):
+def write_outputs(x, *pairs):
     out = torch.zeros_like(x)
     for expert, mask in pairs:
         out[mask] = expert(x[mask])
@@ -21,7 +21,7 @@ def write(x, *pairs):
 
 
 class SpeechOrText(nn.Module):
-    """`is_speech` compares with one type only: every other one is text."""
+    """Select speech by one type; all other types are text."""
 
     def __init__(self):
         super().__init__()
@@ -29,27 +29,27 @@ class SpeechOrText(nn.Module):
 
     def forward(self, x, types):
         is_speech = types == 1
-        return x + write(x, (self.text, ~is_speech), (self.speech, is_speech))
+        return x + write_outputs(x, (self.text, ~is_speech), (self.speech, is_speech))
 
 
 class Neighbours(SpeechOrText):
-    """A token is speech if its right neighbour is, too."""
+    """Select speech if the right neighbour is speech too."""
 
     def forward(self, x, types):
         is_speech = torch.zeros_like(types, dtype=torch.bool)
         is_speech[:, :-1] = (types[:, :-1] == 1) & (types[:, 1:] == 1)
-        return write(x, (self.speech, is_speech), (self.text, ~is_speech))
+        return write_outputs(x, (self.speech, is_speech), (self.text, ~is_speech))
 
 
 class Selected(SpeechOrText):
-    """Both experts see all tokens, and `where` selects."""
+    """Run both experts on all tokens, and select by `where`."""
 
     def forward(self, x, mask):
         return torch.where(mask.unsqueeze(-1), self.speech(x), self.text(x))
 
 
 class ThreeSizes(nn.Module):
-    """Experts of different kinds and widths, with norms of their own, by name."""
+    """Experts of different kinds and widths with their own norms, by name."""
 
     def __init__(self):
         super().__init__()
@@ -68,7 +68,7 @@ class ThreeSizes(nn.Module):
 
 
 class Matrices(nn.Module):
-    """No modules: each modality has a matrix."""
+    """Modalities with one matrix each, without modules."""
 
     def __init__(self):
         super().__init__()
@@ -83,7 +83,7 @@ class Matrices(nn.Module):
 
 
 class EasyOrHard(nn.Module):
-    """A score takes one of two, and weighs it."""
+    """Select one of two experts by a score, and weight it."""
 
     def __init__(self):
         super().__init__()
@@ -94,22 +94,22 @@ class EasyOrHard(nn.Module):
         return torch.where(p > 0.5, p * self.hard(x), (1 - p) * self.easy(x))
 
 
-def rows(n):
+def draw_rows(n):
     return torch.randn(n, D, dtype=torch.float64)
 
 
-def types(n, most=2):
+def draw_types(n, most=2):
     return torch.randint(0, most, (n,))
 
 
 CASES = {
-    "types": (SpeechOrText, [(rows(n), types(n, most)) for n, most in ((9, 2), (1, 2), (40, 6))]),
-    "one type": (SpeechOrText, [(rows(n), types(n, most)) for n, most in ((9, 1), (40, 2), (40, 6))]),
+    "types": (SpeechOrText, [(draw_rows(n), draw_types(n, most)) for n, most in ((9, 2), (1, 2), (40, 6))]),
+    "one type": (SpeechOrText, [(draw_rows(n), draw_types(n, most)) for n, most in ((9, 1), (40, 2), (40, 6))]),
     "neighbours": (Neighbours, [(torch.randn(b, 7, D).double(), torch.randint(0, 2, (b, 7))) for b in (2, 5)]),
-    "where": (Selected, [(rows(n), types(n).bool()) for n in (9, 1, 40)]),
-    "three sizes": (ThreeSizes, [(rows(n), types(n, most)) for n, most in ((9, 2), (40, 3), (40, 5))]),
-    "matrices": (Matrices, [(rows(n), types(n).bool()) for n in (9, 2, 40)]),
-    "score": (EasyOrHard, [(rows(n),) for n in (9, 1, 40)]),
+    "where": (Selected, [(draw_rows(n), draw_types(n).bool()) for n in (9, 1, 40)]),
+    "three sizes": (ThreeSizes, [(draw_rows(n), draw_types(n, most)) for n, most in ((9, 2), (40, 3), (40, 5))]),
+    "matrices": (Matrices, [(draw_rows(n), draw_types(n).bool()) for n in (9, 2, 40)]),
+    "score": (EasyOrHard, [(draw_rows(n),) for n in (9, 1, 40)]),
 }
 
 
@@ -126,27 +126,27 @@ def test_experts_that_are_named_in_python_are_rewritten(case):
 
 
 class InAList(nn.Module):
-    """Two experts in a list, of which a comparison chooses: a type that is neither 0 nor 1 takes the first."""
+    """Select one of two experts in a list by a comparison: all types except 1 select the first."""
 
     def __init__(self):
         super().__init__()
         self.experts = nn.ModuleList(Mlp() for _ in range(2))
 
     def forward(self, x, types):
-        return write(x, (self.experts[1], types == 1), (self.experts[0], types != 1))
+        return write_outputs(x, (self.experts[1], types == 1), (self.experts[0], types != 1))
 
 
 def test_types_that_the_example_lacks():
     torch.manual_seed(0)
     model = InAList().double()
-    compiled = moefx.compile(model, example_inputs=(rows(9), types(9)))
+    compiled = moefx.compile(model, example_inputs=(draw_rows(9), draw_types(9)))
     for most in (2, 5):
-        args = rows(40), types(40, most)
+        args = draw_rows(40), draw_types(40, most)
         torch.testing.assert_close(*(gradients(m, m, *args) for m in (compiled, model)))
 
 
 class OwnMasks(nn.Module):
-    """Masks that may overlap: the later one writes over the earlier one."""
+    """Apply masks that may overlap: the later one overwrites the earlier."""
 
     def __init__(self, merge):
         super().__init__()
@@ -156,8 +156,8 @@ class OwnMasks(nn.Module):
         return self.merge(x, (self.near, near), (self.far, far))
 
 
-def stacked(x, *pairs):
-    """The remedy for masks of their own."""
+def write_stacked(x, *pairs):
+    """Stack the masks, as the refusal of separate masks recommends."""
     mask, out = torch.stack([mask for _, mask in pairs], -1), torch.zeros_like(x)
     for e, (expert, _) in enumerate(pairs):
         here = mask[..., e]
@@ -166,16 +166,16 @@ def stacked(x, *pairs):
 
 
 def test_a_mask_for_each_expert():
-    args = rows(9), types(9).bool(), types(9).bool()
+    args = draw_rows(9), draw_types(9).bool(), draw_types(9).bool()
     with pytest.raises(moefx.NoMoEBlockFound, match=r"mask of its own \(2 masks\).*torch.stack\(masks, -1\)"):
-        moefx.compile(OwnMasks(write).double(), example_inputs=args)
-    model = OwnMasks(stacked).double()
+        moefx.compile(OwnMasks(write_outputs).double(), example_inputs=args)
+    model = OwnMasks(write_stacked).double()
     compiled = moefx.compile(model, example_inputs=args)
     torch.testing.assert_close(*(gradients(m, m, *args) for m in (compiled, model)))
 
 
 class Merged(nn.Module):
-    """Features of an image among the embeddings of ids: no choice between experts."""
+    """Insert image features into embeddings: this selects no experts."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Ops on rows and results of experts: equal if rewritten, and most are."""
+"""Ops on rows and results of experts: rewritten blocks equal the original, and most are rewritten."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..blocks import D, E, Loop, Mlp
 T = 23
 
 
-def number(n):
+def make_number(n):
     return torch.tensor(n, dtype=torch.double)
 
 
 class Does(Mlp):
-    """`op` on the hidden units."""
+    """Apply `op` to the hidden units."""
 
     op = staticmethod(F.relu)
 
@@ -29,8 +29,8 @@ class Does(Mlp):
         return self.down(self.op(self.up(x)))
 
 
-def compared(block: nn.Module) -> None:
-    """Rewritten, and right in values and gradients."""
+def check_block(block: nn.Module) -> None:
+    """Check that the block is rewritten and that values and gradients equal the original."""
     block = block.double()
     x = torch.randn(T, D, dtype=torch.double)
     compiled = moefx.compile(copy.deepcopy(block), plan=moefx.Plan(validation="symbolic"), example_inputs=(x,))
@@ -39,19 +39,19 @@ def compared(block: nn.Module) -> None:
 
 
 HIDDEN = {
-    "ldexp": lambda h: torch.ldexp(h, number(2.0)),
+    "ldexp": lambda h: torch.ldexp(h, make_number(2.0)),
     "float_power": lambda h: torch.float_power(h.abs() + 1, torch.tensor(1.5)),
-    "power_of_two": lambda h: torch.pow(number(2.0), h),
-    "xlogy": lambda h: torch.xlogy(h, number(2.0)),
-    "xlogy_of_a_number": lambda h: torch.xlogy(number(2.0), h.abs() + 1),
-    "xlog1py": lambda h: torch.special.xlog1py(h, number(0.5)),
-    "clamp_by_tensors": lambda h: h.clamp(-number(0.5), number(2.0)),
-    "clamp_min_of_a_tensor": lambda h: torch.clamp_min(h, number(0.0)),
-    "maximum": lambda h: torch.maximum(h, number(0.0)),
-    "copysign": lambda h: torch.copysign(h, -number(0.5)),
-    "logaddexp": lambda h: torch.logaddexp(h, number(0.5)),
-    "fmod": lambda h: torch.fmod(h, number(0.5)),
-    "lerp": lambda h: torch.lerp(h, 2 * h, number(0.5)),
+    "power_of_two": lambda h: torch.pow(make_number(2.0), h),
+    "xlogy": lambda h: torch.xlogy(h, make_number(2.0)),
+    "xlogy_of_a_number": lambda h: torch.xlogy(make_number(2.0), h.abs() + 1),
+    "xlog1py": lambda h: torch.special.xlog1py(h, make_number(0.5)),
+    "clamp_by_tensors": lambda h: h.clamp(-make_number(0.5), make_number(2.0)),
+    "clamp_min_of_a_tensor": lambda h: torch.clamp_min(h, make_number(0.0)),
+    "maximum": lambda h: torch.maximum(h, make_number(0.0)),
+    "copysign": lambda h: torch.copysign(h, -make_number(0.5)),
+    "logaddexp": lambda h: torch.logaddexp(h, make_number(0.5)),
+    "fmod": lambda h: torch.fmod(h, make_number(0.5)),
+    "lerp": lambda h: torch.lerp(h, 2 * h, make_number(0.5)),
 }
 
 
@@ -59,23 +59,23 @@ HIDDEN = {
 @pytest.mark.parametrize("name", HIDDEN)
 def test_numbers_that_are_tensors(name):
     torch.manual_seed(0)
-    compared(Loop(type("Op", (Does,), {"op": staticmethod(HIDDEN[name])})))
+    check_block(Loop(type("Op", (Does,), {"op": staticmethod(HIDDEN[name])})))
 
 
-def rounded_down(y):
+def round_down(y):
     return torch.div(y, 0.25, rounding_mode="floor") * 0.25
 
 
-def to_eight_bits(y):
+def round_to_eight_bits(y):
     return y.to(torch.float8_e4m3fn).to(y.dtype)
 
 
-def straight_through(y):
-    return y + (rounded_down(y) - y).detach()
+def round_straight_through(y):
+    return y + (round_down(y) - y).detach()
 
 
 class Rounds(Loop):
-    """What an expert gives, or that times its weight, is rounded: the sum of rounded numbers is no rounded sum."""
+    """Round the results of experts before or after their weights: a sum of rounded numbers is no rounded sum."""
 
     def __init__(self, rounds, behind=False):
         super().__init__(Mlp)
@@ -88,14 +88,14 @@ class Rounds(Loop):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("behind", [False, True])
-@pytest.mark.parametrize("rounds", [rounded_down, to_eight_bits, straight_through, torch.sign, torch.trunc])
+@pytest.mark.parametrize("rounds", [round_down, round_to_eight_bits, round_straight_through, torch.sign, torch.trunc])
 def test_results_that_are_rounded(rounds, behind):
     torch.manual_seed(0)
-    compared(Rounds(rounds, behind))
+    check_block(Rounds(rounds, behind))
 
 
 class Sure(Loop):
-    """The weight only says whether a result counts, or how much: no gradient flows to it."""
+    """Use the weight only in comparisons, so that it gets no gradient."""
 
     def __init__(self, factor):
         super().__init__(Mlp)
@@ -108,11 +108,11 @@ class Sure(Loop):
 @pytest.mark.parametrize("factor", [lambda w: w > 0.3, lambda w: torch.where(w > 0.3, 1.0, 0.5)])
 def test_weights_that_are_only_compared(factor):
     torch.manual_seed(0)
-    compared(Sure(factor))
+    check_block(Sure(factor))
 
 
 class Embedded(nn.Module):
-    """The experts' matrices are rows of embeddings."""
+    """Store the experts' matrices as rows of embeddings."""
 
     def __init__(self, **options):
         super().__init__()
@@ -128,18 +128,18 @@ class Embedded(nn.Module):
 
 def test_experts_with_embeddings_are_rewritten():
     torch.manual_seed(0)
-    compared(Embedded())
+    check_block(Embedded())
 
 
 @pytest.mark.parametrize("option", [{"padding_idx": 0}, {"scale_grad_by_freq": True}, {"sparse": True}])
 def test_embeddings_with_gradients_of_their_own(option):
-    """A row without a gradient, or with another than an index would have."""
+    """Refuse options of embeddings that change the gradient of a row."""
     with pytest.raises(moefx.errors.NoMoEBlockFound):
         moefx.compile(Embedded(**option), plan=moefx.Plan(validation="symbolic"), example_inputs=(torch.randn(T, D),))
 
 
 def test_a_tensor_of_an_outer_scope():
-    """It may be another one at the next call."""
+    """Refuse a tensor that may differ in the next call."""
     other = torch.tensor(2.0)
     with pytest.raises(moefx.errors.NoMoEBlockFound, match="neither a parameter nor a buffer"):
         block = Loop(type("Op", (Does,), {"op": staticmethod(lambda h: torch.ldexp(h, other))}))
@@ -155,7 +155,7 @@ def test_complex_numbers_are_not_followed():
 
 
 class WithoutTheSmallest(Loop):
-    """The smallest weights of a batch do not count."""
+    """Ignore the smallest weights of a batch."""
 
     def forward(self, x):
         w, ids = self.route(x)
@@ -171,7 +171,7 @@ def test_a_quantile_of_the_weights():
 
 
 class PaddedRows(Loop):
-    """Rows of zeros make each expert's rows a multiple of four: none where it has four, or no rows."""
+    """Pad each expert's rows to a multiple of four, which adds none for zero or four rows."""
 
     def expert(self, e, x, w):
         n = len(x)
@@ -180,11 +180,11 @@ class PaddedRows(Loop):
 
 @pytest.mark.exhaustive
 def test_rows_that_are_padded_to_a_multiple():
-    compared(PaddedRows(Mlp, 1))
+    check_block(PaddedRows(Mlp, 1))
 
 
 class WeighedBySizes(Loop):
-    """A size, and what is computed of sizes, as a tensor."""
+    """Scale by a tensor computed from sizes."""
 
     def __init__(self, make):
         super().__init__(Mlp)

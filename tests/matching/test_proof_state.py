@@ -1,4 +1,4 @@
-"""The state of a proof: captures of one form, guards, and changes that fail."""
+"""State of a proof: captures of one form, guards, and failed changes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def lift(state: ProofState, seed: int = 0, tokens: int = 12):
 
 
 class TwoKinds(Small):
-    """The last expert has another function."""
+    """Use another function in the last expert."""
 
     def mix(self, x, weights, ids):
         out = torch.zeros_like(x)
@@ -51,7 +51,7 @@ def test_agreement_returns_the_groups_in_the_order_of_the_reference():
     turned = dataclasses.replace(other, groups=other.groups[::-1])
     agreed = state.align_form(turned)
     assert [g.ids for g in agreed.groups] == [g.ids for g in state.evidence.reference.groups] == [[0, 1], [2]]
-    assert [g.ids for g in turned.groups] == [[2], [0, 1]]  # it is not changed
+    assert [g.ids for g in turned.groups] == [[2], [0, 1]]  # the form itself is unchanged
 
 
 def test_evidence_is_aligned_in_place():
@@ -73,7 +73,7 @@ def test_a_form_with_other_slots_is_refused_and_changes_nothing():
 
 
 class Masked(Small):
-    """Choices of one expert may be dropped: their weights are zero behind the mask only."""
+    """Drop slots of one expert: their weights are zero after the mask only."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Proofs: one form under all routings, or a refusal with a reason."""
+"""Proofs find one form under all routings, or refuse with a reason."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class TestVerdicts:
             rewritten(Mlp())
 
     def test_one_expert_differs(self):
-        """A heterogeneous expert that only a few routings would hit must not hide: it is a group of its own."""
+        """Put an expert with another function into its own group, though few routings select it."""
 
         class Odd(Loop):
             def expert(self, e, x, w):
@@ -200,19 +200,19 @@ class TestDeep:
         def second():
             assert started.wait(20)
             run_in_worker(lambda: None)
-            found.append(sys.getrecursionlimit())
+            limits.append(sys.getrecursionlimit())
             ended.set()
 
-        found: list[int] = []
+        limits: list[int] = []
         other = threading.Thread(target=second)
         other.start()
         assert run_in_worker(first)
         other.join()
-        assert found[0] > limit == sys.getrecursionlimit()
+        assert limits[0] > limit == sys.getrecursionlimit()
 
 
 def test_two_gates_over_the_same_experts():
-    """They are refused with a remedy, and the remedy works."""
+    """Refuse the block with a remedy, which works."""
 
     class Together(Loop):
         def __init__(self):

@@ -19,7 +19,7 @@ Kept = Iterator[bool]
 
 
 class Budgets(nn.Module):
-    """`keep(ids)` yields for each token whether its expert still takes it."""
+    """Loop over tokens. `keep(ids)` yields per token whether its expert accepts it."""
 
     def __init__(self, keep):
         super().__init__()
@@ -34,7 +34,7 @@ class Budgets(nn.Module):
         return torch.stack(rows)
 
 
-def in_a_list(cap: int):
+def count_in_a_list(cap: int):
     def keep(ids) -> Kept:
         left = [cap] * E
         for t in range(len(ids)):
@@ -44,7 +44,7 @@ def in_a_list(cap: int):
     return keep
 
 
-def in_a_dict(cap: int):
+def count_in_a_dict(cap: int):
     def keep(ids) -> Kept:
         used: dict[int, int] = {}
         for e in ids.tolist():
@@ -54,7 +54,7 @@ def in_a_dict(cap: int):
     return keep
 
 
-def in_a_counter(cap: int):
+def count_in_a_counter(cap: int):
     def keep(ids) -> Kept:
         used = collections.Counter[str]()
         for t in range(len(ids)):
@@ -64,7 +64,7 @@ def in_a_counter(cap: int):
     return keep
 
 
-def in_a_deque(cap: int):
+def count_in_a_deque(cap: int):
     def keep(ids) -> Kept:
         last = collections.deque[int](maxlen=2 * cap)
         for t in range(len(ids)):
@@ -74,7 +74,7 @@ def in_a_deque(cap: int):
     return keep
 
 
-def in_an_array(cap: int):
+def count_in_an_array(cap: int):
     def keep(ids) -> Kept:
         left = np.full(E, cap)
         for t in range(len(ids)):
@@ -84,7 +84,7 @@ def in_an_array(cap: int):
     return keep
 
 
-def in_a_tensor(cap: int):
+def count_in_a_tensor(cap: int):
     def keep(ids) -> Kept:
         used = torch.zeros(E, dtype=torch.long)
         for t in range(len(ids)):
@@ -94,7 +94,7 @@ def in_a_tensor(cap: int):
     return keep
 
 
-def of_all_tokens(cap: int):
+def count_all_tokens(cap: int):
     def keep(ids) -> Kept:
         for t in range(len(ids)):
             yield t < cap or int(ids[t]) > E
@@ -102,7 +102,7 @@ def of_all_tokens(cap: int):
     return keep
 
 
-def above_64_tokens(cap: int):
+def count_above_64_tokens(cap: int):
     def keep(ids) -> Kept:
         left = [cap if len(ids) > 64 else 10**6] * E
         for t in range(len(ids)):
@@ -112,7 +112,7 @@ def above_64_tokens(cap: int):
     return keep
 
 
-def of_used_experts(cap: int):
+def count_used_experts(cap: int):
     def keep(ids) -> Kept:
         used = set[int]()
         for t in range(len(ids)):
@@ -127,8 +127,8 @@ def of_used_experts(cap: int):
 @pytest.mark.parametrize(
     "budget",
     [
-        in_a_list, in_a_dict, in_a_counter, in_a_deque, in_an_array, in_a_tensor, of_all_tokens, above_64_tokens,
-        of_used_experts,
+        count_in_a_list, count_in_a_dict, count_in_a_counter, count_in_a_deque, count_in_an_array, count_in_a_tensor,
+        count_all_tokens, count_above_64_tokens, count_used_experts,
     ],
 )  # fmt: skip
 def test_budgets_are_right_or_refused(budget, cap):
@@ -147,7 +147,7 @@ def test_budgets_are_right_or_refused(budget, cap):
 
 def test_a_budget_that_only_many_tokens_exhaust_is_guarded():
     torch.manual_seed(0)
-    model = Budgets(in_a_list(90)).double()
+    model = Budgets(count_in_a_list(90)).double()
     x = torch.randn(9, D, dtype=torch.float64)
     compiled = moefx.compile(copy.deepcopy(model), example_inputs=(x,), plan=moefx.Plan(validation="symbolic"))
     x = torch.randn(1, D, dtype=torch.float64).repeat(100, 1)

@@ -12,21 +12,21 @@ from torch import nn
 import moefx
 
 E = D = 12
-RARE = (3, 7, 5)  # one of 1320 ordered choices: no capture shows it
+RARE = (3, 7, 5)  # one of 1320 ordered selections: no capture shows it
 CODE = 3 * E * E + 7 * E + 5
 
 
-def _code(ids):
+def _encode(ids):
     return (ids * torch.tensor([E * E, E, 1])).sum(-1)
 
 
-def _float_table(base=1.0, rare=0.5):
+def _make_float_table(base=1.0, rare=0.5):
     table = torch.full((E**3,), base, dtype=torch.float64)
     table[CODE] = rare
     return table
 
 
-def _last_table():
+def _make_last_table():
     table = torch.arange(E).repeat(E * E)
     table[CODE] = 6
     return table
@@ -45,18 +45,18 @@ def _scale_rare_loads(w, ids):
 
 
 WEIGHTS = {
-    "index": lambda w, ids: w * _float_table()[_code(ids)][:, None],
-    "three_indices": lambda w, ids: w * _float_table().view(E, E, E)[ids[:, 0], ids[:, 1], ids[:, 2]][:, None],
-    "gather": lambda w, ids: w * _float_table().gather(0, _code(ids))[:, None],
-    "take": lambda w, ids: w * _float_table().take(_code(ids))[:, None],
-    "embedding": lambda w, ids: w * F.embedding(_code(ids), _float_table()[:, None]),
-    "matmul": lambda w, ids: w * (F.one_hot(_code(ids), E**3).to(w.dtype) @ _float_table())[:, None],
-    "sum": lambda w, ids: w * (1 - (F.one_hot(_code(ids), E**3) * _float_table(0.0)).sum(-1, keepdim=True)),
-    "added": lambda w, ids: w + _float_table(0.0)[_code(ids)][:, None],
+    "index": lambda w, ids: w * _make_float_table()[_encode(ids)][:, None],
+    "three_indices": lambda w, ids: w * _make_float_table().view(E, E, E)[ids[:, 0], ids[:, 1], ids[:, 2]][:, None],
+    "gather": lambda w, ids: w * _make_float_table().gather(0, _encode(ids))[:, None],
+    "take": lambda w, ids: w * _make_float_table().take(_encode(ids))[:, None],
+    "embedding": lambda w, ids: w * F.embedding(_encode(ids), _make_float_table()[:, None]),
+    "matmul": lambda w, ids: w * (F.one_hot(_encode(ids), E**3).to(w.dtype) @ _make_float_table())[:, None],
+    "sum": lambda w, ids: w * (1 - (F.one_hot(_encode(ids), E**3) * _make_float_table(0.0)).sum(-1, keepdim=True)),
+    "added": lambda w, ids: w + _make_float_table(0.0)[_encode(ids)][:, None],
     "loads": _scale_rare_loads,
 }
 INDICES = {
-    "table": lambda ids: _replace_last(ids, _last_table()[_code(ids)]),
+    "table": lambda ids: _replace_last(ids, _make_last_table()[_encode(ids)]),
     "where": lambda ids: _replace_last(ids, torch.where((ids == torch.tensor(RARE)).all(-1), 6, ids[:, 2])),
     "patterns": lambda ids: _replace_last(
         ids, torch.where((ids[:, None] == torch.tensor([RARE, (0, 0, 0)])).all(-1).any(-1), 6, ids[:, 2])
@@ -68,7 +68,7 @@ INDICES = {
 
 
 class Loop(nn.Module):
-    """Token choice of three experts. Token e scores expert e highest, so that inputs can make any choice."""
+    """Token choice of three experts. Token e scores expert e highest, so that inputs can make any selection."""
 
     def __init__(self, weigh=None, replace=None):
         super().__init__()
@@ -116,7 +116,7 @@ def test_an_index_that_equals_the_choice_but_for_a_rare_one(name):
 
 
 class IdleScale(Loop):
-    """Scales by a table of the number of idle experts."""
+    """Scale by a table, indexed by the number of idle experts."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Recurrences in the router or outside of the experts stay as they are, for any number of steps."""
+"""Recurrences in the router or outside the experts remain unchanged, for any number of steps."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..blocks import D, Loop, Mlp
 from ..models.case import gradients
 
 
-def sequences(batch, steps):
+def draw_sequences(batch, steps):
     return torch.randn(batch, steps, D, dtype=torch.float64)
 
 
 class RoutedByStates(Loop):
-    """The router sees the states of a recurrence, the experts its inputs."""
+    """Route by the states of a recurrence, with its inputs as the experts' inputs."""
 
     def __init__(self, recurrence):
         super().__init__(Mlp)
@@ -29,7 +29,7 @@ class RoutedByStates(Loop):
 
 
 class RoutedByLastState(Loop):
-    """One choice for each sequence, by the last state."""
+    """Route each sequence by its last state."""
 
     def __init__(self):
         super().__init__(Mlp)
@@ -58,10 +58,10 @@ CASES = {
 def test_recurrences_stay_whole(case):
     torch.manual_seed(0)
     model = CASES[case]().double()
-    compiled = moefx.compile(model, example_inputs=(sequences(3, 5),))
+    compiled = moefx.compile(model, example_inputs=(draw_sequences(3, 5),))
     assert "recurrence" in str(moefx.graph(compiled, ""))
     for batch, steps in ((1, 7), (4, 1), (3, 30)):
-        x = sequences(batch, steps)
+        x = draw_sequences(batch, steps)
         torch.testing.assert_close(*(gradients(m, m, x) for m in (compiled, model)))
     assert moefx.blocks(compiled)[0].fallbacks == 0
 
@@ -69,13 +69,13 @@ def test_recurrences_stay_whole(case):
 def test_dropout_between_layers_draws_the_same():
     torch.manual_seed(0)
     model = RoutedByStates(nn.LSTM(D, D, num_layers=2, dropout=0.5, batch_first=True)).double()
-    x = sequences(3, 6)
+    x = draw_sequences(3, 6)
     compiled = moefx.compile(model, example_inputs=(x,))
-    found = []
+    results = []
     for m in (compiled, model):
         torch.manual_seed(1)
-        found.append((gradients(m, m, x), torch.rand(1)))
-    torch.testing.assert_close(*found)
+        results.append((gradients(m, m, x), torch.rand(1)))
+    torch.testing.assert_close(*results)
 
 
 class Steps(nn.Module):
@@ -92,7 +92,7 @@ class Steps(nn.Module):
 
 
 class OwnLoop(RoutedByStates):
-    """A loop over the steps in the block itself."""
+    """Loop over the steps in the block itself."""
 
     def forward(self, x):
         states, _ = Steps.forward(self.recurrence, x)
@@ -100,18 +100,18 @@ class OwnLoop(RoutedByStates):
 
 
 def test_a_loop_over_steps():
-    x = sequences(3, 5)
+    x = draw_sequences(3, 5)
     with pytest.raises(moefx.NoMoEBlockFound, match=r"the routing or on sizes.*put it into a submodule"):
         moefx.compile(OwnLoop(Steps()).double(), example_inputs=(x,))
     model = RoutedByStates(Steps()).double()
     compiled = moefx.compile(model, example_inputs=(x,))
     for steps in (2, 9):
-        x = sequences(2, steps)
+        x = draw_sequences(2, steps)
         torch.testing.assert_close(*(gradients(m, m, x) for m in (compiled, model)))
 
 
 class Scaled(Loop):
-    """Scales by parameters that it reaches by way of a container."""
+    """Scale by parameters in a container."""
 
     def __init__(self, hold):
         super().__init__(Mlp)

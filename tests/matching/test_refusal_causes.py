@@ -57,7 +57,7 @@ def test_the_cause_and_its_remedy(refused, reason, line, remedied):
 
 
 class Series(nn.Module):
-    """Each sample of [B, L, C] chooses experts for its whole series."""
+    """Each sample of [B, L, C] selects experts for its whole series."""
 
     def __init__(self, expert, call, gate=4):
         super().__init__()
@@ -89,7 +89,7 @@ def test_experts_that_mix_positions(make):
 
 
 class Pixels(nn.Module):
-    """Each pixel of an image chooses among convolutions."""
+    """Each pixel of an image selects convolutions."""
 
     def __init__(self):
         super().__init__()
@@ -103,7 +103,7 @@ class Pixels(nn.Module):
 
 
 class RowsOfPixels(nn.Module):
-    """As the refusal advises: the neighbours come in before."""
+    """Mix neighbours before the experts, as the refusal recommends."""
 
     def __init__(self):
         super().__init__()
@@ -122,17 +122,17 @@ class RowsOfPixels(nn.Module):
 
 def test_experts_that_convolve_neighbours(monkeypatch):
     tried, x = [], torch.randn(2, 4, 32, 32)
-    taken = proof_attempts._vary_options
-    monkeypatch.setattr(proof_attempts, "_vary_options", lambda attempt: tried.append(attempt) or taken(attempt))
+    vary_options = proof_attempts._vary_options
+    monkeypatch.setattr(proof_attempts, "_vary_options", lambda attempt: tried.append(attempt) or vary_options(attempt))
     with pytest.raises(moefx.NoMoEBlockFound, match=r"from its neighbours \(3x3\).*convolve before the experts"):
         moefx.compile(Pixels(), example_inputs=(x,))
-    assert len(tried) == 2  # not those in which the sizes of images are fixed in turn: a minute
+    assert len(tried) == 2  # does not fix image sizes one by one, which takes a minute
     model, x = RowsOfPixels(), x[..., :5, :6]
     torch.testing.assert_close(moefx.compile(model, example_inputs=(x,))(x), model(x))
 
 
 class Channels(nn.Module):
-    """As the refusal advises: one row for each channel."""
+    """Use one row per channel, as the refusal recommends."""
 
     def __init__(self):
         super().__init__()
@@ -214,8 +214,8 @@ def mask_others_too(b, x):
     return torch.cat([first, scores.scatter(1, first, float("-inf")).argmax(-1, keepdim=True)], -1), scores
 
 
-def written_once(b, x, ids, scores):
-    """What two equal choices do not add up in."""
+def write_once(b, x, ids, scores):
+    """Write once per token, so that two equal slots do not add up."""
     out = torch.zeros_like(x)
     for e in range(E):
         t, _ = torch.where(ids == e)
@@ -226,11 +226,11 @@ def written_once(b, x, ids, scores):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("choose", [mask_second, scatter_second, put_second])
 def test_a_second_choice_is_another_expert(choose):
-    block, x = Block(lambda b, x: written_once(b, x, *choose(b, x))).double(), torch.randn(40, D, dtype=torch.float64)
+    block, x = Block(lambda b, x: write_once(b, x, *choose(b, x))).double(), torch.randn(40, D, dtype=torch.float64)
     torch.testing.assert_close(moefx.compile(block, example_inputs=(x,))(x), block(x))
 
 
 @pytest.mark.parametrize("choose", [mask_too_little, mask_second_alone, mask_others_too])
 def test_a_second_selection_that_may_equal_the_first(choose):
     with pytest.raises(moefx.NoMoEBlockFound):
-        moefx.compile(Block(lambda b, x: written_once(b, x, *choose(b, x))), example_inputs=(torch.randn(40, D),))
+        moefx.compile(Block(lambda b, x: write_once(b, x, *choose(b, x))), example_inputs=(torch.randn(40, D),))

@@ -1,4 +1,4 @@
-"""Remedies of refusals, followed word for word: the block is rewritten then."""
+"""Remedies of refusals, followed literally: the changed block is rewritten."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def normalize_a_copy(block, x):
     return block.mixed(x, *scores.softmax(-1).topk(block.k, -1))
 
 
-def cut(block, x):
+def cut_gradient(block, x):
     return torch.cat([block.moe(part) for part in x.chunk(3)])
 
 
@@ -69,7 +69,7 @@ def write_to_a_copy(block, x):
     return block.moe(h + (h.clamp(-1, 1) - h).detach())
 
 
-def only_uncrowded(block, x):
+def run_uncrowded(block, x):
     w, ids = block.route(x)
     out = torch.zeros_like(x)
     for e, expert in enumerate(block.experts):
@@ -85,22 +85,22 @@ def weigh_by_a_limit(block, x):
     return block.mixed(x, w * (counts <= limit)[ids], ids)
 
 
-def rows_of_choices(block, x):
+def gather_choices(block, x):
     w, ids = block.route(x)
     rows = torch.arange(len(x)).repeat_interleave(block.k)
-    every = torch.stack([f(x) for f in block.experts], 1)
-    return rows, every[rows, ids.flatten()] * w.flatten()[:, None]
+    outputs = torch.stack([f(x) for f in block.experts], 1)
+    return rows, outputs[rows, ids.flatten()] * w.flatten()[:, None]
 
 
 def write_rows_at_once(block, x):
-    rows, y = rows_of_choices(block, x)
+    rows, y = gather_choices(block, x)
     out = torch.zeros_like(x)
     out[rows] += y
     return out
 
 
 def add_rows_up(block, x):
-    rows, y = rows_of_choices(block, x)
+    rows, y = gather_choices(block, x)
     return torch.zeros_like(x).index_add_(0, rows, y)
 
 
@@ -125,7 +125,7 @@ class LayerNormed(nn.Sequential):
 
 
 class Chunks(nn.Module):
-    """A module for what is done with a part of the tokens."""
+    """Module for one chunk of the tokens."""
 
     def __init__(self):
         super().__init__()
@@ -144,13 +144,13 @@ PAIRS = {
     r"compute with the tensor itself": (lambda: Block(read_count), lambda: Block(keep_count)),
     r"draw them with torch, as a tensor": (lambda: Block(draw_in_python), lambda: Block(draw_as_tensor)),
     r"compute with a changed copy": (lambda: Block(normalize_in_place), lambda: Block(normalize_a_copy)),
-    r"cut into 3 parts.*a module of its own": (lambda: Block(cut), Chunks),
+    r"cut into 3 parts.*a module of its own": (lambda: Block(cut_gradient), Chunks),
     r"write to a copy, or out of place": (lambda: Block(write_behind_autograd), lambda: Block(write_to_a_copy)),
     r"make the module that owns it a submodule": (
         lambda: Block(lambda block, x: OUTSIDE(block.moe(x))),
         lambda: Block(lambda block, x: block.out(block.moe(x)), out=nn.Linear(D, D)),
     ),
-    r"weights \* \(counts <= limit\)\[ids\]": (lambda: Block(only_uncrowded), lambda: Block(weigh_by_a_limit)),
+    r"weights \* \(counts <= limit\)\[ids\]": (lambda: Block(run_uncrowded), lambda: Block(weigh_by_a_limit)),
     r"several values to the same row.*out.index_add_": (
         lambda: Block(write_rows_at_once),
         lambda: Block(add_rows_up),
@@ -173,8 +173,8 @@ def test_following_the_remedy_rewrites_the_block(why):
         moefx.compile(refused().double(), example_inputs=(x,))
     model = remedied().double()
     compiled = moefx.compile(model, example_inputs=(x,))
-    found = []
+    results = []
     for m in (compiled, model):
         torch.manual_seed(1)
-        found.append(gradients(m, m, x))
-    torch.testing.assert_close(*found)
+        results.append(gradients(m, m, x))
+    torch.testing.assert_close(*results)

@@ -1,5 +1,4 @@
-"""Several selections over the same experts are refused in one block, with that reason; in their own modules they
-run."""
+"""Several selections over the same experts: one block with all of them is refused, one module per gate is rewritten."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from ..models.case import gradients
 
 
 class Gate(nn.Module):
-    """One choice, with its sum."""
+    """One selection with its weighted sum."""
 
     def __init__(self, experts):
         super().__init__()
@@ -30,7 +29,7 @@ class Gate(nn.Module):
 
 
 class InOne(nn.Module):
-    """All gates in the block itself."""
+    """All gates in one block."""
 
     def __init__(self, together):
         super().__init__()
@@ -53,7 +52,7 @@ class InOne(nn.Module):
 
 
 class Apart(InOne):
-    """The remedy: a module for each gate, with the same list."""
+    """One module per gate with the same list of experts, as the refusal recommends."""
 
     def __init__(self, together):
         super().__init__(together)

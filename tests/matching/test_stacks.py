@@ -1,4 +1,4 @@
-"""Experts in one tensor: selections by a threshold, and products that are split into all experts' parts."""
+"""Experts in one tensor: selections by a threshold, and products that are split into the parts of experts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from ..blocks import D, E, H, K
 
 
 class Threshold(nn.Module):
-    """All experts on all tokens, times gates that are zero below the K-th score. Where scores tie, more pass."""
+    """Run all experts on all tokens and multiply by gates that are zero below the K-th score.
+
+    Ties select more than K.
+    """
 
     def __init__(self):
         super().__init__()
@@ -61,7 +64,7 @@ class Fixed(Threshold):
 
 
 class Wide(nn.Module):
-    """One product for all experts: first all gates, then all that these gate."""
+    """Compute one product for all experts: first all gate units, then all up units."""
 
     def __init__(self):
         super().__init__()
@@ -125,7 +128,7 @@ def test_selections_by_a_threshold_are_rewritten(kind):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [Wide, Viewed, ExpertByExpert, InTurn])
 def test_one_product_for_all(kind):
-    """The weights are read where they are, as one stack."""
+    """Read the weights as one stack without a copy."""
     torch.manual_seed(0)
     block = check(kind().double())
     (mlp,) = block.graph.find("moefx::expert_mlp")

@@ -1,4 +1,4 @@
-"""Tests of integers that a block stores between calls, such as steps and counts: later calls have other values."""
+"""Tests on integers that a block stores between calls, such as steps and counts, which later calls change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HELD = {"steps": torch.tensor(0), "limit": torch.tensor(0), "counts": torch.zero
 
 
 class Held(Loop):
-    """Args: use: (self, weights, experts) -> (weights, experts); how: the numbers are held."""
+    """Args: use: (self, weights, experts) -> (weights, experts); how: storage of the numbers."""
 
     def __init__(self, use, how):
         super().__init__(Mlp)
@@ -89,10 +89,10 @@ def test_stored_integers_with_a_mask_input():
     plan = moefx.Plan(validation="symbolic")
     compiled = moefx.compile(copy.deepcopy(model), example_inputs=(x, mask), plan=plan)
     for state in STATES:
-        for given in (mask, ~mask, torch.arange(20) % 3 == 0):
+        for later_mask in (mask, ~mask, torch.arange(20) % 3 == 0):
             for one in (model, compiled):
                 one.change(*state)
-            torch.testing.assert_close(compiled(x, given), model(x, given))
+            torch.testing.assert_close(compiled(x, later_mask), model(x, later_mask))
 
 
 def test_compile_restores_stored_integers():

@@ -1,4 +1,4 @@
-"""Token ids choose experts through a table of numbers, in loops that skip experts without tokens."""
+"""Token ids select experts through a table, in loops that skip experts without tokens."""
 
 from __future__ import annotations
 

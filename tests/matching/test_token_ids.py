@@ -1,4 +1,4 @@
-"""Blocks that take token ids: embeddings, router and experts in one module."""
+"""Blocks that take token ids: embedding, router and experts in one module."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class OneHot(Embedded):
 
 
 class LearnedRoutes(Embedded):
-    """Each token id has scores of its own."""
+    """Embed scores for each token id."""
 
     def __init__(self):
         super().__init__()
@@ -83,7 +83,7 @@ class AsManyIdsAsExperts(Embedded):
 
 
 class Stacked(Embedded):
-    """Experts in stacks with biases."""
+    """Stacked experts with biases."""
 
     def __init__(self):
         super().__init__()
@@ -98,7 +98,7 @@ class Stacked(Embedded):
 
 
 class TwoLayers(Embedded):
-    """The experts of the first are among what the second one's choice is made of."""
+    """Route the second layer by the results of the first."""
 
     def __init__(self):
         super().__init__()
@@ -112,7 +112,7 @@ class TwoLayers(Embedded):
 
 
 class InADict(nn.Module):
-    """The router and the list of experts are parts of one `ModuleDict`."""
+    """Keep the router and the list of experts in one `ModuleDict`."""
 
     def __init__(self):
         super().__init__()
@@ -143,6 +143,6 @@ def test_blocks_of_token_ids_are_rewritten(kind):
     for shape in ((2, 9), (3, 5), (1, 1)):
         ids = torch.randint(0, V, shape)
         x = torch.zeros(())  # its gradient is zero in both
-        found, wanted = ([*gradients(m, lambda _, ids, m=m: m(ids) + 0 * _, x, ids)] for m in (compiled, model))
-        torch.testing.assert_close(found, wanted)
+        actual, expected = ([*gradients(m, lambda _, ids, m=m: m(ids) + 0 * _, x, ids)] for m in (compiled, model))
+        torch.testing.assert_close(actual, expected)
     assert moefx.blocks(compiled)[0].fallbacks == 0

@@ -1,4 +1,4 @@
-"""Blocks with effects that a graph cannot repeat are refused as soon as they are known to route."""
+"""Blocks with effects that a graph cannot repeat are refused as soon as moefx finds their routing."""
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ D, E = 12, 4
 
 
 class Counting(nn.Module):
-    """How many tokens each expert had, in a tensor that is no buffer."""
+    """Count the tokens of each expert in a tensor that is no buffer."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A block of three experts with one matrix each, and the results of lifting its captures."""
+"""Block of three experts with one matrix each, and the results of lifting its captures."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class Small(nn.Module):
         return self.mix(x, *self.choose(x))
 
 
-def capture(block: nn.Module, *more: torch.Tensor, tokens: int = TOKENS) -> Capture:
-    return capture_block(block, (torch.zeros(tokens, D, device="meta"), *more), {}, Routing("diverse", 0))
+def capture(block: nn.Module, *inputs: torch.Tensor, tokens: int = TOKENS) -> Capture:
+    return capture_block(block, (torch.zeros(tokens, D, device="meta"), *inputs), {}, Routing("diverse", 0))
 
 
-def uses(block: nn.Module, *more: torch.Tensor, tokens: int = TOKENS) -> ParameterUses:
-    return ParameterUses(block, capture(block, *more, tokens=tokens))
+def find_uses(block: nn.Module, *inputs: torch.Tensor, tokens: int = TOKENS) -> ParameterUses:
+    return ParameterUses(block, capture(block, *inputs, tokens=tokens))
 
 
-def lift(block: nn.Module, *more: torch.Tensor, tokens: int = TOKENS) -> CanonicalForm:
-    return Lifter(block, capture(block, *more, tokens=tokens), None, LiftOptions()).lift()
+def lift(block: nn.Module, *inputs: torch.Tensor, tokens: int = TOKENS) -> CanonicalForm:
+    return Lifter(block, capture(block, *inputs, tokens=tokens), None, LiftOptions()).lift()
 
 
 def find_nodes(captured: Capture, name: str) -> list[fx.Node]:

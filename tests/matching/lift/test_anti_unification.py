@@ -1,4 +1,4 @@
-"""One function of summands: equal parts stay, parts that differ become values or tables."""
+"""Anti-unification of summands: equal parts remain, different parts become values or tables."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WEIGHTS = [T.make("param", (f"experts.{e}.weight",), (D, D)) for e in range(E)]
 
 
 def unify(summands, ids=IDS):
-    """Anti-unify one summand per token, with a lookup that knows the tokens' own rows only."""
+    """Anti-unify one summand per token. The lookup only finds the row of each token itself."""
 
     def find(where, terms, **options):
         is_own = all(ROWS[t] is term for (t, _, _), term in zip(where, terms, strict=True))
@@ -34,12 +34,12 @@ def unify(summands, ids=IDS):
     return Unifier(owners, lookup, set()).unify_group([(t, 0, s) for t, s in enumerate(summands)], ids)
 
 
-def product(t, row=None):
+def make_product(t, row=None):
     return T.ein(("d", "fd"), "f", (ROWS[t if row is None else row], WEIGHTS[IDS[t][0]]))
 
 
 def test_rows_become_values_and_parameters_tables():
-    group = unify([T.pw("mul", product(t), T.const(2)) for t in range(3)])
+    group = unify([T.pw("mul", make_product(t), T.const(2)) for t in range(3)])
     assert group.ids == [0, 1, 2] and group.values == [NodeRef(X, ("t",))]
     assert [str(group.tables[0][e]) for e in group.ids] == [w.args[0] for w in WEIGHTS]
     leaves = [a for a in group.body.args if isinstance(a, Body)]
@@ -50,25 +50,25 @@ def test_rows_become_values_and_parameters_tables():
 
 
 def test_an_expert_with_another_op_is_refused():
-    summands = [product(t) for t in range(2)] + [T.pw("relu.default", product(2))]
+    summands = [make_product(t) for t in range(2)] + [T.pw("relu.default", make_product(2))]
     with pytest.raises(Refused, match="experts do not compute the same function"):
         unify(summands)
 
 
 def test_a_row_of_another_token_is_refused():
     with pytest.raises(Refused) as raised:
-        unify([product(0), product(1), product(2, row=0)])
+        unify([make_product(0), make_product(1), make_product(2, row=0)])
     assert raised.value.cause is Cause.FOREIGN_ROW
 
 
 def test_an_expert_has_one_parameter():
     with pytest.raises(Refused, match=r"expert 2 uses experts.0.weight for one token and experts.2.weight for another"):
-        unify([product(0), product(1), product(2)], ids=[[2], [2], [1]])
+        unify([make_product(0), make_product(1), make_product(2)], ids=[[2], [2], [1]])
 
 
 def test_skeletons_ignore_rows_weights_and_parameters():
     skeletons = Skeletons(lambda shape: set(ROWS) if shape == (D,) else set())
-    first, second = (T.pw("mul", product(t), T.make("node", (f"weight {t}",), ())) for t in (0, 1))
+    first, second = (T.pw("mul", make_product(t), T.make("node", (f"weight {t}",), ())) for t in (0, 1))
     assert skeletons.hash_skeleton(first) == skeletons.hash_skeleton(second)
     assert skeletons.hash_skeleton(first) != skeletons.hash_skeleton(T.pw("relu.default", first))
-    assert skeletons.hash_skeleton(first) != skeletons.hash_skeleton(T.pw("mul", product(0), T.const(0.5)))
+    assert skeletons.hash_skeleton(first) != skeletons.hash_skeleton(T.pw("mul", make_product(0), T.const(0.5)))

@@ -1,4 +1,4 @@
-"""The node that holds the selected experts: all slots, a column per slot, or a mask."""
+"""Node that holds the selected experts: all slots, a column per slot, or a mask."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ def test_an_index_is_found_in_each_order_of_its_axes():
     ids = torch.tensor([[0, 2], [1, 0], [2, 1]])  # [T, K]
     spellings = {("t", "k"): ids, ("k", "t"): ids.t(), ("tk",): ids.flatten(), ("kt",): ids.t().flatten()}
     for axes, spelling in spellings.items():
-        assert any(found == axes and torch.equal(flat, ids) for found, flat in enumerate_slot_views(spelling, (3,)))
+        assert any(
+            found_axes == axes and torch.equal(found_ids, ids)
+            for found_axes, found_ids in enumerate_slot_views(spelling, (3,))
+        )
 
 
 def test_slot_views_of_a_sequence():
@@ -55,7 +58,7 @@ def test_a_mask_of_experts():
 
 def test_experts_without_an_index_are_refused():
     class ByLine(Small):
-        """Expert of a token: its position, which no tensor of integers per token holds."""
+        """Select an expert by the position of the token, which no tensor of integers holds."""
 
         def forward(self, x):
             return torch.stack([self.experts[t % 3](x[t]) for t in range(len(x))])

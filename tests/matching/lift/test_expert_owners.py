@@ -1,4 +1,4 @@
-"""The owners of a summand: the experts whose parameters reach it."""
+"""Owners of a summand: the experts whose parameters it depends on."""
 
 from __future__ import annotations
 
@@ -9,27 +9,29 @@ import pytest
 from moefx.matching.lift.expert_owners import ExpertOwners
 from moefx.matching.terms.parameter_slices import ParameterSlice
 
-from .small_blocks import EXPERTS, D, Small, uses
+from .small_blocks import EXPERTS, D, Small, find_uses
 
-REACH = uses(Small())
+REACH = find_uses(Small())
 OWNERS = ExpertOwners(REACH, EXPERTS)
 T = REACH.terms
 ROW, SCALE = T.make("node", ("x",), (D,)), T.make("node", ("w",), ())
 
 
-def product(e):
+def make_product(e):
     return T.ein(("d", "fd"), "f", (ROW, T.make("param", (f"experts.{e}.weight",), (D, D))))
 
 
 def test_the_owner_is_the_position_in_the_list():
-    assert OWNERS.experts_of(product(2)) == {2} and OWNERS.experts_of(T.pw("add", product(0), product(2))) == {0, 2}
+    assert OWNERS.experts_of(make_product(2)) == {2} and OWNERS.experts_of(
+        T.pw("add", make_product(0), make_product(2))
+    ) == {0, 2}
     assert OWNERS.experts_of(ROW) == frozenset()
 
 
 SUMS: dict[str, Any] = {
-    "one expert's sum stays": (T.pw("add", product(1), T.pw("relu.default", product(1))), 1),
-    "experts part": (T.pw("add", product(0), product(1)), 2),
-    "an expert and the rest": (T.pw("add", product(0), ROW), 2),
+    "one expert's sum stays": (T.pw("add", make_product(1), T.pw("relu.default", make_product(1))), 1),
+    "experts part": (T.pw("add", make_product(0), make_product(1)), 2),
+    "an expert and the rest": (T.pw("add", make_product(0), ROW), 2),
     "a sum without experts stays": (T.pw("add", ROW, T.pw("exp.default", ROW)), 1),
     "zero": (T.const(0, (D,)), 0),
 }
@@ -41,13 +43,13 @@ def test_a_row_is_split_into_its_summands(row, count):
 
 
 def test_factors_are_distributed():
-    row = T.pw("mul", T.pw("add", product(0), product(1)), SCALE)
-    assert OWNERS.split_summands(row) == [T.pw("mul", product(e), SCALE) for e in range(2)]
+    row = T.pw("mul", T.pw("add", make_product(0), make_product(1)), SCALE)
+    assert OWNERS.split_summands(row) == [T.pw("mul", make_product(e), SCALE) for e in range(2)]
 
 
 def test_a_difference_has_a_negative_summand():
-    row = T.pw("sub", product(0), product(1))
-    assert OWNERS.split_summands(row) == [product(0), T.pw("mul", product(1), T.const(-1))]
+    row = T.pw("sub", make_product(0), make_product(1))
+    assert OWNERS.split_summands(row) == [make_product(0), T.pw("mul", make_product(1), T.const(-1))]
 
 
 def test_an_index_in_a_stack_is_a_number():

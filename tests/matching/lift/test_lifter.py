@@ -1,4 +1,4 @@
-"""The lift of one capture: its canonical form, or the candidates for the routed sum."""
+"""Lift of one capture: its canonical form, or the candidates for the routed sum."""
 
 from __future__ import annotations
 

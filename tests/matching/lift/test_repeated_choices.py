@@ -1,4 +1,4 @@
-"""A token that selects one expert twice receives the sum over both slots, or the block is refused."""
+"""Tokens that select one expert twice get the sum over both slots, or the block is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ IDS = torch.tensor([[0, 1], [1, 1], [2, 0], [1, 2], [0, 2], [2, 1]])
 
 def test_a_repeated_choice_is_found_by_its_missing_slot():
     ids = torch.tensor([[0, 1], [1, 1], [2, 2]])
-    assert find_repeated(ids, [[0, 1], [0], [0]], None) == {1: {1}}  # expert 2 is known from no other token
+    assert find_repeated(ids, [[0, 1], [0], [0]], None) == {1: {1}}  # no other token shows the rows of expert 2
 
 
 class Given(Small):
@@ -23,7 +23,7 @@ class Given(Small):
 
 
 class Once(Given):
-    """Adds an expert once, with the weight of the first slot."""
+    """Add a repeated expert once, with the weight of the first slot."""
 
     def mix(self, x, weights, ids):
         out = torch.zeros_like(x)
@@ -41,4 +41,4 @@ def test_both_slots_are_added():
 def test_one_of_two_slots_is_refused():
     with pytest.raises(RepeatedChoiceRefused):
         lift(Once(), IDS)
-    assert lift(Once(), IDS[[0, 2, 3, 4, 5, 0]]).slots == 2  # if no token selects an expert twice
+    assert lift(Once(), IDS[[0, 2, 3, 4, 5, 0]]).slots == 2  # accepted if no token selects an expert twice

@@ -1,4 +1,4 @@
-"""Summands without expert parameters: shared by all tokens, alone in a row, or of an expert without work."""
+"""Summands without expert parameters: shared by all tokens, alone in a row, or from an expert without parameters."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ WEIGHTS = [T.make("node", (f"w{k}",), ()) for k in range(2)]
 
 
 def assign(*summands, placed):
-    """Assign summands of a token with experts 4 and 7, whose routing weights are known."""
+    """Assign summands of a token with experts 4 and 7 and known routing weights to slots."""
     lookup: Any = types.SimpleNamespace(
         has_value_at=lambda t, k, e, term: term is WEIGHTS[k] and e == (4, 7)[k], find_holders=lambda term: []
     )

@@ -1,4 +1,4 @@
-"""The routed region: parameters that each row uses, and the node that sums the rows of all experts."""
+"""Routed region: the parameters that each row uses, and the node that sums the rows of all experts."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from moefx.matching.lift.routed_nodes import (
     has_sequence_choices,
 )
 
-from .small_blocks import EXPERTS, TOKENS, D, E, Small, capture, find_nodes, uses
+from .small_blocks import EXPERTS, TOKENS, D, E, Small, capture, find_nodes, find_uses
 
 
 def test_each_row_uses_the_experts_of_its_token():
-    found = uses(Small())
-    (topk,) = find_nodes(found.capture, "topk")
+    used = find_uses(Small())
+    (topk,) = find_nodes(used.capture, "topk")
     ids = next(u for u in topk.users if u.args[1] == 1).meta["val"].tolist()
-    met = [{str(leaf.args[0]) for leaf in leaves} for leaves in found.parameters_by_row(found.capture.out)]
-    assert met == [{f"experts.{e}.weight" for e in row} for row in ids]
+    parameters = [{str(leaf.args[0]) for leaf in leaves} for leaves in used.parameters_by_row(used.capture.out)]
+    assert parameters == [{f"experts.{e}.weight" for e in row} for row in ids]
 
 
 def test_a_routing_weight_does_not_add_the_router():
-    found = uses(Small())
-    assert found.choice_parameters == {"router.weight"}
-    (router, *_) = find_nodes(found.capture, "linear")
-    assert all(found.leaves(row) for row in found.rows(router))  # the logits are vectors, and meet it
-    assert not any("router" in str(leaf.args[0]) for row in found.rows(found.capture.out) for leaf in found.leaves(row))
+    used = find_uses(Small())
+    assert used.choice_parameters == {"router.weight"}
+    (router, *_) = find_nodes(used.capture, "linear")
+    assert all(used.leaves(row) for row in used.rows(router))  # logits depend on the router's vectors
+    assert not any("router" in str(leaf.args[0]) for row in used.rows(used.capture.out) for leaf in used.leaves(row))
 
 
 def test_the_cut_is_behind_all_experts():
@@ -37,17 +37,17 @@ def test_the_cut_is_behind_all_experts():
         def forward(self, x):
             return super().forward(x).tanh()
 
-    found = uses(Activated())
-    routed, cuts = find_cuts(found, EXPERTS)
-    _, *products = find_nodes(found.capture, "linear")
+    used = find_uses(Activated())
+    routed, cuts = find_cuts(used, EXPERTS)
+    _, *products = find_nodes(used.capture, "linear")
     assert routed.issuperset(products) and not set(cuts) & set(products)
-    assert cuts == [*find_nodes(found.capture, "index_add")[-1:], *find_nodes(found.capture, "tanh")]
+    assert cuts == [*find_nodes(used.capture, "index_add")[-1:], *find_nodes(used.capture, "tanh")]
 
 
 def test_inputs_of_the_cut_are_no_rows_of_a_loop_over_experts():
-    found = uses(Small())
-    routed, _ = find_cuts(found, EXPERTS)
-    inputs = find_cut_inputs(found, found.capture.out, routed, None)
+    used = find_uses(Small())
+    routed, _ = find_cuts(used, EXPERTS)
+    inputs = find_cut_inputs(used, used.capture.out, routed, None)
     assert not set(inputs) & routed and all(len(n.meta["val"]) == TOKENS for n in inputs)
 
 
@@ -58,15 +58,15 @@ def test_a_submodule_keeps_values_that_it_does_not_return():
 
     block = Small()
     block.router = Router(D, E, bias=False)
-    found = uses(block)
-    inside = find_call_internals(found.capture, find_cuts(found, EXPERTS)[0])
-    router, *products = find_nodes(found.capture, "linear")
-    assert router in inside and find_nodes(found.capture, "_softmax")[0] not in inside
+    used = find_uses(block)
+    inside = find_call_internals(used.capture, find_cuts(used, EXPERTS)[0])
+    router, *products = find_nodes(used.capture, "linear")
+    assert router in inside and find_nodes(used.capture, "_softmax")[0] not in inside
     assert not inside & set(products)
 
 
 def test_blocks_that_choose_by_integers_are_recognised():
-    assert has_integer_choices(uses(Small())) and not has_integer_choices(uses(nn.Linear(4, 4)))
+    assert has_integer_choices(find_uses(Small())) and not has_integer_choices(find_uses(nn.Linear(4, 4)))
 
 
 def test_a_selection_per_token_is_not_per_sequence():
@@ -79,5 +79,5 @@ def test_nodes_that_no_output_needs_are_not_live():
             torch.exp(x)
             return super().forward(x)
 
-    found = uses(Unused())
-    assert not found.live_nodes() & set(find_nodes(found.capture, "exp"))
+    used = find_uses(Unused())
+    assert not used.live_nodes() & set(find_nodes(used.capture, "exp"))

@@ -1,4 +1,4 @@
-"""The nodes that supply a value per token and slot, found by their terms."""
+"""Nodes that supply a value per token and slot, found by their terms."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .small_blocks import TOKENS, D, E, K, Small, capture
 
 
 class Gathered(Small):
-    """Routes, and gathers a row per slot."""
+    """Route tokens and gather a row per slot."""
 
     def forward(self, x):
         weights, _ = self.choose(x)

@@ -1,5 +1,7 @@
-"""Tests on integer inputs that change only beyond the captured token counts: guarded if they compare a plain count,
-else refused."""
+"""Tests on integer inputs that change only above the captured token counts:
+
+guarded if they compare a count, else refused.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +25,17 @@ class Weights(nn.Module):
 
 
 class Ranked(Weights):
-    """An expert's tokens count as long as a function of their rank says so."""
+    """Keep a token of an expert if a function of its rank says so."""
 
     def __init__(self, keeps):
         super().__init__()
         self.keeps = keeps
 
-    def forward(self, x, *given):
+    def forward(self, x, *integers):
         w, i = self.router(x).softmax(-1).topk(1, -1)
         chosen = F.one_hot(i, E).sum(1)
         rank = (chosen.cumsum(0) - 1).gather(1, i)
-        w, i = self.keeps(w, i, rank, chosen, *given)
+        w, i = self.keeps(w, i, rank, chosen, *integers)
         gates = torch.zeros(len(x), E, dtype=x.dtype).scatter(1, i, w)
         h = torch.einsum("td,edh->teh", x, self.up).relu()
         return torch.einsum("teh,ehd,te->td", h, self.down, gates)
@@ -48,7 +50,7 @@ def check(keeps, calls, is_rewritten):
         torch.testing.assert_close(compiled(*call), model(*call))
 
 
-def tokens(n):
+def draw_tokens(n):
     return torch.randn(n, D, dtype=torch.float64)
 
 
@@ -69,13 +71,13 @@ REFUSED = ("a square", "scaled", "float16", "int16")
 @pytest.mark.parametrize("turn", TURNS)
 def test_functions_of_ranks_are_rewritten_or_refused(turn):
     keep = TURNS[turn]
-    calls = [(tokens(18),), (tokens(2500),)]
+    calls = [(draw_tokens(18),), (draw_tokens(2500),)]
     check(lambda w, i, p, c: (w * keep(p, c, i), i), calls, is_rewritten=turn not in REFUSED)
 
 
 def test_counts_that_overflow_a_byte():
-    """256 tokens of one expert are none as a byte."""
-    calls = [(tokens(18),), (tokens(1).expand(256, D),)]
+    """Count 256 tokens of one expert, which a byte counts as none."""
+    calls = [(draw_tokens(18),), (draw_tokens(1).expand(256, D),)]
     check(lambda w, i, p, c: (w * (c.sum(0).to(torch.uint8) > 0)[i], i), calls, is_rewritten=True)
 
 
@@ -89,13 +91,13 @@ def test_counts_that_overflow_a_byte():
 )
 def test_expert_ids_that_the_example_lacks(keeps):
     none, some = torch.full((18, 1), -1), torch.randint(-1, E, (18, 1))
-    check(keeps, [(tokens(18), none), (tokens(18), some)], is_rewritten=True)
+    check(keeps, [(draw_tokens(18), none), (draw_tokens(18), some)], is_rewritten=True)
 
 
 def test_a_comparison_with_a_step_is_rewritten():
     check(
         lambda w, i, p, c, step: (w, torch.where(step > 5, (i + 1) % E, i)),
-        [(tokens(18), torch.tensor(0)), (tokens(18), torch.tensor(9))],
+        [(draw_tokens(18), torch.tensor(0)), (draw_tokens(18), torch.tensor(9))],
         is_rewritten=True,
     )
 
@@ -109,32 +111,32 @@ ASKED = {
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("given", [5, [1]], ids=str)
+@pytest.mark.parametrize("integers", [5, [1]], ids=str)
 @pytest.mark.parametrize("name", ASKED)
-def test_python_tests_of_integer_inputs_are_refused(name, given):
-    given = torch.tensor(given)
-    calls = [(tokens(18), n) for n in (given, torch.zeros_like(given), torch.full_like(given, 99))]
+def test_python_tests_of_integer_inputs_are_refused(name, integers):
+    integers = torch.tensor(integers)
+    calls = [(draw_tokens(18), n) for n in (integers, torch.zeros_like(integers), torch.full_like(integers, 99))]
     check(ASKED[name], calls, is_rewritten=False)
 
 
 class Given(Weights):
-    """Something is given that is no token's, or the same for all tokens of the example."""
+    """Use an argument that does not belong to a token, or that is equal for all tokens of the example."""
 
     def __init__(self, use):
         super().__init__()
         self.use, self.wide = use, nn.Linear(D, E * H)
 
-    def forward(self, x, given):
+    def forward(self, x, integers):
         logits = self.router(x)
         if self.use == "scores":
-            logits = logits.masked_fill(given, -1e9)
+            logits = logits.masked_fill(integers, -1e9)
         w, i = logits.softmax(-1).topk(2, -1)
-        i = given[i] if self.use == "experts" else i
+        i = integers[i] if self.use == "experts" else i
         gates = torch.zeros(len(x), E, dtype=x.dtype).scatter_add(1, i, w)
-        h = torch.einsum("td,edh->teh", x, self.up[given] if self.use == "weights" else self.up)
-        h = self.wide(x).view(-1, E, H)[:, given] if self.use == "columns" else h
+        h = torch.einsum("td,edh->teh", x, self.up[integers] if self.use == "weights" else self.up)
+        h = self.wide(x).view(-1, E, H)[:, integers] if self.use == "columns" else h
         y = torch.einsum("teh,ehd->ted", h.relu(), self.down)
-        return (y * (gates * given if self.use == "gates" else gates)[..., None]).sum(1)
+        return (y * (gates * integers if self.use == "gates" else gates)[..., None]).sum(1)
 
 
 FLAGS, ORDER = torch.tensor([True, False, True, True]), torch.tensor([2, 0, 3, 1])
@@ -142,7 +144,7 @@ FLAGS, ORDER = torch.tensor([True, False, True, True]), torch.tensor([2, 0, 3, 1
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    ("use", "given", "later", "is_rewritten"),
+    ("use", "integers", "later", "is_rewritten"),
     [
         ("gates", FLAGS, ~FLAGS, True),
         ("gates", FLAGS.expand(9, E).clone(), ~FLAGS.expand(9, E), True),
@@ -154,20 +156,20 @@ FLAGS, ORDER = torch.tensor([True, False, True, True]), torch.tensor([2, 0, 3, 1
         ("weights", ORDER, torch.tensor([1, 2, 3, 0]), False),
     ],
 )
-def test_expert_ids_without_tokens(use, given, later, is_rewritten):
-    """It is another one in later calls; a mask may leave nobody."""
+def test_expert_ids_without_tokens(use, integers, later, is_rewritten):
+    """Call with other values, and with a mask without any token."""
     torch.manual_seed(0)
     model = Given(use).double()
-    compiled = moefx.compile(copy.deepcopy(model), example_inputs=(tokens(9), given), strict=False)
+    compiled = moefx.compile(copy.deepcopy(model), example_inputs=(draw_tokens(9), integers), strict=False)
     assert bool(moefx.blocks(compiled)) == is_rewritten
-    for flags in (given, later):
-        x = tokens(9)
+    for flags in (integers, later):
+        x = draw_tokens(9)
         torch.testing.assert_close(compiled(x, flags), model(x, flags))
 
 
 @pytest.mark.parametrize("size", [4, 8])
 def test_as_many_experts_as_columns(size):
-    """A weight for each expert of each token, in a tensor with an axis of one more; the numeric check has no say."""
+    """Index weights per expert and token with an axis of one more. The numeric check is off."""
 
     class Repeated(nn.Module):
         def __init__(self):
@@ -188,7 +190,7 @@ def test_as_many_experts_as_columns(size):
 
 
 class ByScore(Weights):
-    """Some experts are no choice of a token, by its own scores; now and then none is."""
+    """Exclude some experts of a token by its scores, sometimes all of them."""
 
     def __init__(self, masked):
         super().__init__()
@@ -223,8 +225,8 @@ class ByScore(Weights):
 def test_scores_that_select_no_expert(masked, validation):
     torch.manual_seed(0)
     model = ByScore(masked).double()
-    x = torch.cat([tokens(40), tokens(1).expand(3, D)])
-    with torch.no_grad():  # of the last three rows all scores are below 0
+    x = torch.cat([draw_tokens(40), draw_tokens(1).expand(3, D)])
+    with torch.no_grad():  # all scores of the last three rows are below 0
         model.router.weight.copy_(
             model.router.weight - x[-1:] * (1 + model.router(x[-1:]).max()) / x[-1].square().sum()
         )

@@ -1,4 +1,4 @@
-"""Branches that depend on the routing: the number of tokens of an expert, or the selected experts."""
+"""Branches on the routing: the number of tokens of an expert, or the selected experts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Loop(nn.Module):
         return False
 
 
-def case(special):
+def make_case(special):
     return type("Special", (Loop,), {"special": lambda self, e, rows, chosen: special(e, rows, chosen)})
 
 
@@ -66,30 +66,32 @@ TRAPS = {
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("special", TRAPS.values(), ids=TRAPS)
 def test_branches_on_the_tokens_of_an_expert_are_refused(special):
-    """Refused, or guarded so that the sizes at which it does matter run the original."""
-    model = case(special)().double()
+    """Refuse the block, or guard the sizes for which the branch changes."""
+    model = make_case(special)().double()
     compiled = moefx.compile(model, example_inputs=(torch.randn(2, 40, D).double(),), strict=False)
     assert bool(moefx.blocks(compiled)) == (special is TRAPS["int"])
     halved = 0
     for tokens in (1, 77, 300, 900):
         x = torch.randn(1, 1, D).double().expand(1, tokens, D) + 1e-3 * torch.randn(1, tokens, D).double()
         torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
-        halved += not torch.allclose(model(x), Loop.mix(_plain(model), x[0], *_routed(model, x)), rtol=0, atol=1e-9)
+        halved += not torch.allclose(
+            model(x), Loop.mix(_make_dense(model), x[0], *_run_routed(model, x)), rtol=0, atol=1e-9
+        )
     assert halved, "the trap never sprang"
 
 
-def _plain(model):
+def _make_dense(model):
     plain = Loop().double()
     plain.load_state_dict(model.state_dict())
     return plain
 
 
-def _routed(model, x):
+def _run_routed(model, x):
     return model.gate(x[0]).softmax(-1).topk(K)
 
 
 class Unique(Loop):
-    """Only the experts that were hit, with all the checks that careful people write."""
+    """Run only selected experts, with all checks that careful users write."""
 
     def mix(self, t, weights, chosen):
         out = torch.zeros_like(t)
@@ -104,7 +106,7 @@ class Unique(Loop):
 
 
 class Offsets(Loop):
-    """Slices of the sorted tokens, their bounds on the host."""
+    """Slice the sorted tokens with bounds on the host."""
 
     def mix(self, t, weights, chosen):
         flat = chosen.flatten()
@@ -119,7 +121,7 @@ class Offsets(Loop):
 
 
 class Lists(Loop):
-    """Python's own containers, keyed by expert ids."""
+    """Group tokens in Python lists, keyed by expert ids."""
 
     def mix(self, t, weights, chosen):
         groups = defaultdict(list)
@@ -134,7 +136,7 @@ class Lists(Loop):
 
 
 class Asked(Loop):
-    """Of every expert that was chosen, whether it was."""
+    """Test each selected expert for tokens, although it has some."""
 
     def mix(self, t, weights, chosen):
         out = torch.zeros_like(t)
@@ -185,7 +187,7 @@ def test_branches_on_a_selected_expert_are_refused(kind):
 
 @pytest.mark.parametrize("is_odd", [lambda chosen: (chosen & 1).any(), lambda chosen: ((chosen | 1) == 3).any()])
 def test_bits_of_an_index_are_no_constant(is_odd):
-    """Some tokens choose no expert of an odd number, though 4, the highest, is even."""
+    """Read the lowest bit of an index: some tokens select no odd expert, though the highest, 4, is even."""
 
     class Odd(Loop):
         def __init__(self):
@@ -201,7 +203,7 @@ def test_bits_of_an_index_are_no_constant(is_odd):
 
 
 class Clipped(Small):
-    """Bounds large results of experts, if `bound` does: results are small in all captures."""
+    """Clip large results of experts if `bound` returns true. Results are small in all captures."""
 
     def __init__(self, bound):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Counts, ranks and sizes above those of the captures."""
+"""Functions of counts, ranks and sizes that change above the captured token counts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ...blocks import D, E, K, Loop, Mlp
 
 
 class Weighted(Loop):
-    """The weights are changed by something of the whole batch."""
+    """Change the weights by a function of the whole batch."""
 
     def __init__(self, change):
         super().__init__(Mlp)
@@ -39,7 +39,7 @@ class Weighted(Loop):
         return out
 
 
-def _rank(ids, dtype=torch.int64):
+def _count_ranks(ids, dtype=torch.int64):
     hits = F.one_hot(ids, E).reshape(-1, E).to(dtype)
     return (hits.cumsum(0) - 1).gather(1, ids.reshape(-1, 1)).reshape(ids.shape)
 
@@ -50,18 +50,18 @@ CHANGES = {
     "clamped_in_place": lambda b, w, ids, n: w * (n.clamp_(min=150)[ids] / 150.0),
     "clamped_in_place_and_unused": lambda b, w, ids, n: (n.clamp_(min=150), w)[1],
     "looked_up": lambda b, w, ids, n: w * b.table[n][ids],
-    "rank_divided": lambda b, w, ids, n: w / (1 + _rank(ids) // 100),
-    "rank_limited": lambda b, w, ids, n: w * (_rank(ids) < 100),
-    "rank_in_half": lambda b, w, ids, n: w * (_rank(ids, torch.bfloat16) < 100),
-    "rank_in_float": lambda b, w, ids, n: w * (_rank(ids).float() < 99.5),
+    "rank_divided": lambda b, w, ids, n: w / (1 + _count_ranks(ids) // 100),
+    "rank_limited": lambda b, w, ids, n: w * (_count_ranks(ids) < 100),
+    "rank_in_half": lambda b, w, ids, n: w * (_count_ranks(ids, torch.bfloat16) < 100),
+    "rank_in_float": lambda b, w, ids, n: w * (_count_ranks(ids).float() < 99.5),
     "position_in_place": lambda b, w, ids, n: w / (1 + torch.arange(len(w)).remainder_(300))[:, None],
     "size_divided": lambda b, w, ids, n: w / (1 + w.shape[0] // 150),
     "size_floored": lambda b, w, ids, n: w * max(3, int(0.02 * w.shape[0])),
-    "size_floored_float": lambda b, w, ids, n: w * (_rank(ids).float() < float(max(20, int(0.1 * w.shape[0])))),
+    "size_floored_float": lambda b, w, ids, n: w * (_count_ranks(ids).float() < float(max(20, int(0.1 * w.shape[0])))),
 }
 
 
-def crowd(tokens: int) -> torch.Tensor:
+def make_crowd(tokens: int) -> torch.Tensor:
     x = torch.randn(tokens, D, dtype=torch.float64)
     x[: 2 * tokens // 3] = x[0].clone()
     return x
@@ -70,7 +70,7 @@ def crowd(tokens: int) -> torch.Tensor:
 @pytest.mark.sampled(len(CHANGES))
 @pytest.mark.parametrize("name", list(CHANGES))
 def test_functions_of_counts_are_equal_for_many_tokens_per_expert(name):
-    """Where no numeric check can see it: without weights."""
+    """Compile on the meta device, where no numeric check runs."""
     torch.manual_seed(0)
     model = nn.Sequential(Weighted(CHANGES[name])).double()
     compiled = moefx.compile(
@@ -80,13 +80,13 @@ def test_functions_of_counts_are_equal_for_many_tokens_per_expert(name):
     compiled = compiled.to_empty(device="cpu")
     compiled.load_state_dict(model.state_dict())
     for tokens in (1, 9, 60, 300, 700):
-        x = crowd(tokens)
+        x = make_crowd(tokens)
         torch.testing.assert_close(compiled(x), model(x))
     assert moefx.blocks(compiled)[0].fallbacks == 0
 
 
 TABLE = [1.0] * 200 + [0.5] * 600
-# what is one number up to some number of tokens or of sizes, by roads that a proof need not follow
+# Functions that are constant up to a number of tokens or a size, written with ops that no proof needs to follow.
 LEVELS = {
     "relu": lambda b, w, ids, n: w / (1 + torch.relu(n - 150)).to(w.dtype)[ids],
     "floor of a float": lambda b, w, ids, n: w * (1 - 0.2 * (n.double() / 150).floor())[ids],
@@ -106,8 +106,8 @@ LEVELS = {
     "turned positions": lambda b, w, ids, n: w * (200 - torch.arange(w.shape[0]) >= 0).to(w.dtype)[:, None],
     "narrow positions": lambda b, w, ids, n: w * (torch.arange(w.shape[0]).to(torch.uint8) + 1 > 0)[:, None],
     "squares": lambda b, w, ids, n: w * (torch.arange(w.shape[0]) ** 2 < 40000).to(w.dtype)[:, None],
-    "one rank": lambda b, w, ids, n: w * (1 - 0.5 * (_rank(ids) == 200).to(w.dtype)),
-    "root of a rank": lambda b, w, ids, n: w * (_rank(ids).double().sub(1).sqrt() < 14).to(w.dtype),
+    "one rank": lambda b, w, ids, n: w * (1 - 0.5 * (_count_ranks(ids) == 200).to(w.dtype)),
+    "root of a rank": lambda b, w, ids, n: w * (_count_ranks(ids).double().sub(1).sqrt() < 14).to(w.dtype),
     "equal": lambda b, w, ids, n: w * (0.5 if torch.equal(n.max(), torch.tensor(300)) else 1.0),
 }
 
@@ -122,12 +122,12 @@ def test_saturating_functions_of_counts(name):
     compiled = compiled.to_empty(device="cpu")
     compiled.load_state_dict(model.state_dict())
     for tokens in (1, 9, 60, 254, 300, 700):
-        x = crowd(tokens)
+        x = make_crowd(tokens)
         torch.testing.assert_close(compiled(x), model(x), msg=f"{tokens} tokens")
 
 
 def test_the_numeric_check_sees_large_counts(monkeypatch):
-    """The net under the proof: with nothing to tell it of large counts, the rewrite is still refused."""
+    """Refuse the rewrite by the numeric check alone if the probe of counts is missing."""
     monkeypatch.setattr(moefx.compiler.model_proof, "check_numerically", check_numerically)
     others = tuple(probe for probe in prove.INTERVENTIONS if probe.run is not vary_count_functions)
     monkeypatch.setattr(prove, "INTERVENTIONS", others)
@@ -139,7 +139,7 @@ def test_the_numeric_check_sees_large_counts(monkeypatch):
 
 
 class PerSequence(Weighted):
-    """Places in each sequence, at least four of them; the least is all that small captures see."""
+    """Limit the tokens of an expert per sequence, to at least four: the only limit in small captures."""
 
     def forward(self, x):
         w, ids = self.route(x)
@@ -165,23 +165,23 @@ def test_a_lower_bound_that_small_sizes_stay_at():
 
 
 def test_a_partial_is_the_same_in_the_copy():
-    """Partials compare by identity; the compiled model holds its own."""
+    """Compare partials in the compiled model, which holds a copy: partials compare by identity."""
     block = Weighted(None)
-    block.change = functools.partial(_scaled, by=0.5)
+    block.change = functools.partial(_scale, factor=0.5)
     compiled = moefx.compile(nn.Sequential(block), example_inputs=(torch.randn(9, D),))
     compiled(torch.randn(9, D))
     assert len(compiled[0].forward.programs) == 1
-    compiled[0].change = functools.partial(_scaled, by=2.0)
+    compiled[0].change = functools.partial(_scale, factor=2.0)
     x = torch.randn(9, D)
     torch.testing.assert_close(compiled(x), 4 * nn.Sequential(block)(x))
 
 
-def _scaled(block, w, ids, counts, by):
-    return w * by
+def _scale(block, w, ids, counts, factor):
+    return w * factor
 
 
 class PerToken(Loop):
-    """A loop over tokens that does something else for many of them, as no size that was looked at shows."""
+    """Loop over tokens, and scale the result for more tokens than any capture has."""
 
     def forward(self, x):
         w, ids = self.route(x)
@@ -189,7 +189,7 @@ class PerToken(Loop):
         return torch.cat(rows) * (1.0 if len(rows) <= 400 else 0.5)
 
 
-@pytest.mark.exhaustive  # `test_python_budgets` has a guard on what only many tokens show
+@pytest.mark.exhaustive  # `test_python_budgets` guards similar code
 def test_loop_over_tokens_is_guarded_by_captured_sizes():
     torch.manual_seed(0)
     model = PerToken().double()
@@ -201,7 +201,7 @@ def test_loop_over_tokens_is_guarded_by_captured_sizes():
 
 
 def test_expert_ids_are_not_ranks():
-    """Sorted ids of experts are compared with a sentinel: no capacity, nothing to hold below."""
+    """Compare sorted expert ids with a sentinel, which is no capacity and needs no guard."""
 
     class Sentinel(Loop):
         def forward(self, x):
@@ -210,8 +210,8 @@ def test_expert_ids_are_not_ranks():
             nobody, rows = sorted_ids >= E, x[order // K]
             y = torch.zeros_like(rows)
             for e in range(E):
-                (mine,) = torch.where(sorted_ids == e)
-                y = y.index_copy(0, mine, self.experts[e](rows[mine]))
+                (rows_of_expert,) = torch.where(sorted_ids == e)
+                y = y.index_copy(0, rows_of_expert, self.experts[e](rows[rows_of_expert]))
             y = y.masked_fill(nobody[:, None], 0.0) * w.reshape(-1)[order, None]
             return torch.zeros_like(x).index_add(0, order // K, y)
 
@@ -223,8 +223,10 @@ def test_expert_ids_are_not_ranks():
 
 
 class Limited(Loop):
-    """Each expert takes the first so many tokens. `keep(all tokens, an expert's tokens and slots, its weights)` gives
-    a mask or the places of those that stay."""
+    """Each expert keeps its first tokens.
+
+    `keep(all tokens, tokens of the expert, its weights)` returns a mask or indices.
+    """
 
     def __init__(self, keep):
         super().__init__(Mlp)
@@ -241,7 +243,7 @@ class Limited(Loop):
         return out
 
 
-def _over(x, t, w):
+def _mask_over(x, t, w):
     return w.topk(40).indices if len(t) > 40 else torch.arange(len(t))
 
 
@@ -251,12 +253,12 @@ KEEPS = {
     "places in an expert": lambda x, t, w: torch.arange(len(t)) < 40,
     "as many places": lambda x, t, w: torch.arange(min(40, len(t))),
     "numbers by ones": lambda x, t, w: torch.ones_like(t).cumsum(0) <= 40,
-    "the largest weights": _over,
+    "the largest weights": _mask_over,
     "as many of the largest weights": lambda x, t, w: w.topk(min(40, len(t))).indices,
 }
 
 
-@pytest.mark.exhaustive  # `test_the_smaller_of_the_tokens_and_a_number_is_a_capacity` is one of these
+@pytest.mark.exhaustive  # `test_the_smaller_of_the_tokens_and_a_number_is_a_capacity` runs one of these
 @pytest.mark.parametrize("axes", [1, 2])
 @pytest.mark.parametrize("keep", KEEPS.values(), ids=KEEPS)
 def test_limit_beyond_the_captures_drops_slots(keep, axes):
@@ -277,7 +279,7 @@ def test_limit_beyond_the_captures_drops_slots(keep, axes):
         copy.deepcopy(model), plan=moefx.Plan(validation="symbolic"), example_inputs=(example,), strict=False
     )
     for tokens in (12, 60, 240):
-        x = crowd(tokens).reshape(*[(-1,), (2, -1)][axes - 1], D)
+        x = make_crowd(tokens).reshape(*[(-1,), (2, -1)][axes - 1], D)
         torch.testing.assert_close(compiled(x), model(x))
 
 
@@ -295,7 +297,7 @@ def test_a_limit_of_one_expert_alone():
     torch.manual_seed(0)
     block = LimitOfTheLast().double()
     with torch.no_grad():
-        block.gate.weight[7] *= 4  # a busy one
+        block.gate.weight[7] *= 4  # selected often
     example = torch.randn(36, D, dtype=torch.float64)
     compiled = moefx.compile(
         copy.deepcopy(block), plan=moefx.Plan(validation="symbolic"), example_inputs=(example,), strict=False
@@ -309,7 +311,7 @@ def test_the_smaller_of_the_tokens_and_a_number_is_a_capacity():
     model = Limited(KEEPS["the smaller of the tokens and a number"]).double()
     compiled = moefx.compile(model, example_inputs=(torch.randn(24, D, dtype=torch.float64),))
     for tokens in (12, 60, 240):
-        x = crowd(tokens)
+        x = make_crowd(tokens)
         torch.testing.assert_close(compiled(x), model(x))
     assert moefx.blocks(compiled)[0].fallbacks == 0
 
@@ -318,7 +320,7 @@ FLAGS = [1] * 150 + [0] * 900
 
 
 class Flagged(Loop):
-    """Choices of which a function of their ranks among those of an expert is 0 are left out."""
+    """Drop slots if a function of their rank within the expert returns 0."""
 
     def __init__(self, flags):
         super().__init__(Mlp)
@@ -326,18 +328,18 @@ class Flagged(Loop):
 
     def forward(self, x):
         w, ids = self.route(x)
-        hits, ranks, out = F.one_hot(ids, E), _rank(ids), torch.zeros_like(x)
+        hits, ranks, out = F.one_hot(ids, E), _count_ranks(ids), torch.zeros_like(x)
         for e in range(E):
             t, k = (hits[..., e] * self.flags(ranks)).bool().nonzero(as_tuple=True)
             out = out.index_add(0, t, self.expert(e, x[t], w[t, k, None]))
         return out
 
 
-def _beside_the_limit(r):
+def _compare_with_limit(r):
     return torch.stack([r, torch.full_like(r, 149)], -1)
 
 
-# by roads on which each is 1, or true, for few tokens, and nothing is compared with a number
+# Functions that return 1 or true for few tokens, without a comparison with a number.
 FLAGS_OF_RANKS = {
     "a table of floats": lambda r: torch.tensor([float(f) for f in FLAGS])[r],
     "a table of integers": lambda r: torch.tensor(FLAGS)[r],
@@ -347,10 +349,10 @@ FLAGS_OF_RANKS = {
     "a cast of a cast": lambda r: 1 - (r / 150).int().bool().double(),
     "a cast that is 0": lambda r: (r / 150).long() == 0,
     "digits of half precision": lambda r: (r + 106).bfloat16().long() == r + 106,
-    "the larger of two": lambda r: _beside_the_limit(r).amax(-1) == 149,
-    "where the larger of two is": lambda r: _beside_the_limit(r).argmax(-1),
-    "the order of two": lambda r: _beside_the_limit(r).sort(-1).indices[..., 1],
-    "the first of two": lambda r: _beside_the_limit(r).topk(1, -1).indices[..., 0],
+    "the larger of two": lambda r: _compare_with_limit(r).amax(-1) == 149,
+    "where the larger of two is": lambda r: _compare_with_limit(r).argmax(-1),
+    "the order of two": lambda r: _compare_with_limit(r).sort(-1).indices[..., 1],
+    "the first of two": lambda r: _compare_with_limit(r).topk(1, -1).indices[..., 0],
     "an overflow": lambda r: ~torch.isinf(torch.exp(4.7 * r.double())),
     "how many are beyond": lambda r: (torch.histc(r.double(), 1, 150, 9000) == 0).expand(r.shape),
 }
@@ -370,7 +372,7 @@ def test_functions_of_ranks_that_are_constant_for_few_tokens(name):
 
 @pytest.mark.exhaustive
 def test_flags_of_counts():
-    """There are as many as experts: one of so few is to come out as zero."""
+    """Index flags by counts, of which there are as many as experts."""
 
     class Full(Flagged):
         def forward(self, x):
@@ -380,7 +382,7 @@ def test_flags_of_counts():
     _check(Full(None), is_rewritten=False)
 
 
-@pytest.mark.exhaustive  # `test_the_reason_names_the_line_and_the_remedy_works` is one of these
+@pytest.mark.exhaustive  # `test_the_reason_names_the_line_and_the_remedy_works` runs one of these
 @pytest.mark.parametrize("flags", FLAGS_OF_RANKS.values(), ids=FLAGS_OF_RANKS)
 def test_functions_of_positions_that_are_constant_for_few_tokens(flags):
     _check(Limited(lambda x, t, w: flags(torch.arange(len(t))).bool()), is_rewritten=False)
@@ -400,7 +402,7 @@ def test_masks_of_positions_that_are_constant_for_few_tokens(keep):
 
 
 def test_the_reason_names_the_line_and_the_remedy_works():
-    """The test after this one has what the remedy says."""
+    """Refuse the mask with a remedy, which the next test applies."""
     model = nn.Sequential(Limited(lambda x, t, w: (torch.arange(len(t)) / 150).long() == 0))
     with pytest.raises(moefx.NoMoEBlockFound, match=r"constant for few tokens(.|\n)*multiply the routing weights"):
         moefx.compile(model, example_inputs=(torch.randn(24, D),))
@@ -410,13 +412,13 @@ def test_a_mask_of_the_program_is_used_if_it_may_matter():
     model = nn.Sequential(Flagged(FLAGS_OF_RANKS["a cast of a cast"])).double()
     compiled = moefx.compile(model, example_inputs=(torch.randn(24, D, dtype=torch.float64),))
     for tokens in (12, 60, 480):
-        x = crowd(tokens)
+        x = make_crowd(tokens)
         torch.testing.assert_close(compiled(x), model(x))
     assert moefx.blocks(compiled)[0].fallbacks == 0
 
 
 class Counting(Loop):
-    """A factor that Python makes of how many tokens an expert has, and all have."""
+    """Scale by a number that Python computes from the tokens of an expert and of the call."""
 
     def __init__(self, factor):
         super().__init__(Mlp)
@@ -443,12 +445,12 @@ FACTORS = {
 @pytest.mark.sampled(len(FACTORS))
 @pytest.mark.parametrize("factor", FACTORS.values(), ids=FACTORS)
 def test_numbers_that_python_makes_of_counts(factor):
-    """They hold up to as many tokens as one expert has then, however the tokens crowd."""
-    more = torch.randn(240, D, dtype=torch.float64), torch.randn(1, D).expand(210, D)
-    _check(Counting(factor), *more, is_rewritten=True)
+    """Guard by the number of tokens of one expert, for any distribution of the tokens."""
+    inputs = torch.randn(240, D, dtype=torch.float64), torch.randn(1, D).expand(210, D)
+    _check(Counting(factor), *inputs, is_rewritten=True)
 
 
-def _check(block, *more, is_rewritten):
+def _check(block, *inputs, is_rewritten):
     torch.manual_seed(0)
     model = nn.Sequential(block).double()
     compiled = moefx.compile(
@@ -458,13 +460,13 @@ def _check(block, *more, is_rewritten):
         strict=False,
     )
     assert bool(moefx.blocks(compiled)) == is_rewritten
-    for x in (crowd(12), crowd(60), crowd(240), crowd(480), *more):
+    for x in (make_crowd(12), make_crowd(60), make_crowd(240), make_crowd(480), *inputs):
         x = x.double()
         torch.testing.assert_close(compiled(x), model(x), msg=f"{len(x)} tokens")
 
 
 class UpToTheLast(Loop):
-    """No expert behind the last one that any token chose."""
+    """Skip experts after the last one that any token selects."""
 
     def mixed(self, x, w, ids):
         out, last = torch.zeros_like(x), ids.max()
@@ -486,7 +488,7 @@ def test_the_last_expert_is_no_count_of_tokens():
 
 
 class Rounding(Loop):
-    """Says where tokens are in floats of few digits."""
+    """Compute the positions of tokens in low-precision floats."""
 
     def __init__(self, positions):
         super().__init__(Mlp)
@@ -515,7 +517,7 @@ def test_positions_of_few_digits(positions):
 
 
 class SkippingIdle(Loop):
-    """Three experts, one for each token: those that nobody chose are skipped."""
+    """Loop over three experts with one slot per token, and skip idle ones."""
 
     def mixed(self, x, w, ids):
         out = torch.zeros_like(x)
@@ -537,7 +539,7 @@ def test_the_last_expert_may_be_the_idle_one():
 
 
 class OrAsItIs(Loop):
-    """The second expert hands on what it is given."""
+    """Use an identity as the second expert."""
 
     def __init__(self):
         super().__init__(Mlp, 1, 2)

@@ -29,5 +29,5 @@ OPS = {
 @pytest.mark.parametrize(("op", "expected"), OPS.values(), ids=OPS)
 def test_ops_that_keep_the_expert_index(op, expected):
     block = Block(lambda b, x: op(b.gate(x).topk(2).indices))
-    taken = capture_block(block, (torch.zeros(5, D, device="meta"),), {}, Routing())
-    assert _changes_nothing(taken.out, IntegerRanges.with_more_tokens(taken)) is expected
+    capture = capture_block(block, (torch.zeros(5, D, device="meta"),), {}, Routing())
+    assert _changes_nothing(capture.out, IntegerRanges.with_more_tokens(capture)) is expected

@@ -1,4 +1,4 @@
-"""Branches that skip experts without tokens, if each of the few experts has some in every capture."""
+"""Branches that skip experts without tokens, if every capture has tokens for each of the few experts."""
 
 import copy
 
@@ -87,10 +87,10 @@ OTHERS = {
 def test_other_tests_are_branches(question):
     torch.manual_seed(0)
     model = Asking(MASKS["gates above 0"], OTHERS[question]).double()
-    found = moefx.explain(model, example_inputs=(draw(16),))
-    assert not found.matched
+    refused = moefx.explain(model, example_inputs=(draw(16),))
+    assert not refused.matched
     reasons = ("the formula depends on", "some slots are dropped", "no expert runs for a few tokens")
-    assert any(reason in str(found) for reason in reasons)
+    assert any(reason in str(refused) for reason in reasons)
 
 
 @pytest.mark.exhaustive
@@ -105,7 +105,7 @@ def test_an_8_bit_count_is_guarded_below_256():
 
 
 class Listing(Asking):
-    """The eager loop of transformers 4."""
+    """Eager loop of transformers 4."""
 
     def forward(self, x):
         weights, chosen = self.gate(x).softmax(-1).topk(K)
@@ -129,13 +129,13 @@ def test_a_list_of_the_experts_that_have_tokens():
 def test_an_idle_expert_must_not_change_the_rest():
     torch.manual_seed(0)
     model = HalvedForEveryIdleExpert(MASKS["gates above 0"], QUESTIONS["sum"]).double()
-    found = moefx.explain(model, example_inputs=(draw(16),))
-    assert not found.matched
-    assert "under one routing and another under another" in str(found) or "depends on the routing" in str(found)
+    refused = moefx.explain(model, example_inputs=(draw(16),))
+    assert not refused.matched
+    assert "under one routing and another under another" in str(refused) or "depends on the routing" in str(refused)
 
 
 class CountedBehind(Asking):
-    """The loss flattens the choices behind the sum, which the gates are flattened for."""
+    """Flatten the gates, and for the loss the selected experts, after the routed sum."""
 
     def forward(self, x):
         weights, chosen = self.gate(x).softmax(-1).topk(K)
@@ -159,7 +159,7 @@ def test_computations_behind_the_sum_do_not_select():
 
 
 class Passing(Asking):
-    """A token takes every expert whose score passes: none, where all are below."""
+    """Select every expert whose score passes a threshold, possibly none."""
 
     def forward(self, x):
         scores, out = self.gate(x).sigmoid(), torch.zeros_like(x)

@@ -1,4 +1,4 @@
-"""Routing from integers of a call, and loops that test whether an expert has tokens."""
+"""Routing by integers of a call, and loops that test whether an expert has tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ V = 32
 
 
 class Asking(Loop):
-    """`asks`: whether an expert is run on the tokens that a mask says; `body`: what is made of its output."""
+    """Args: asks: whether an expert with this token mask runs; body: changes its output."""
 
     def __init__(self, asks, body=lambda y, mask: y, choose=lambda ids: ids % E):
         super().__init__(Mlp)
@@ -33,7 +33,7 @@ class Asking(Loop):
 
 
 class Scored(Asking):
-    """A router weighs the experts that integers choose."""
+    """Weight the experts that integers select by a router."""
 
     def forward(self, x, ids):
         chosen, out, scores = self.choose(ids), torch.zeros_like(x), self.gate(x).softmax(-1)
@@ -56,7 +56,7 @@ class Counted(Asking):
 
 
 class Unique(Loop):
-    """One of the numbers is no expert's."""
+    """Skip the id that belongs to no expert."""
 
     def forward(self, x, ids):
         chosen, out = ids % (E + 1), torch.zeros_like(x)
@@ -68,7 +68,7 @@ class Unique(Loop):
 
 
 class HashTable(nn.Module):
-    """A table of experts, loaded with the checkpoint; the loop over experts with tokens skips a number of nobody."""
+    """Select experts by a table from the checkpoint, and skip the id that belongs to no expert."""
 
     def __init__(self, filled):
         super().__init__()
@@ -113,8 +113,8 @@ def draw(ids):
 def check(model, example, calls):
     compiled = moefx.compile(model, example_inputs=example)
     for x, ids in calls:
-        found, wanted = (gradients(m, m, x, ids) for m in (compiled, model))
-        torch.testing.assert_close(found, wanted)
+        actual, expected = (gradients(m, m, x, ids) for m in (compiled, model))
+        torch.testing.assert_close(actual, expected)
     assert moefx.blocks(compiled)[0].fallbacks == 0
 
 

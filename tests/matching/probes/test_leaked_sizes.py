@@ -30,7 +30,7 @@ UNSEEN = {
 
 
 class Scaled(nn.Module):
-    """Rows without a batch, times something that follows from how many there are."""
+    """Scale rows without a batch axis by a function of their number."""
 
     def __init__(self, scale):
         super().__init__()
@@ -39,7 +39,7 @@ class Scaled(nn.Module):
         self.scale = scale
 
     def routed(self, x):
-        """The weights, the experts' numbers and results."""
+        """Return the weights, the selected experts and their results."""
         w, ids = self.gate(x).softmax(-1).topk(2)
         h = F.silu(torch.einsum("sd,skdh->skh", x, self.up[ids]))
         return w.unsqueeze(-1), ids, torch.einsum("skh,skhd->skd", h, self.down[ids])
@@ -52,7 +52,7 @@ class Scaled(nn.Module):
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("scale", SEEN)
 def test_compared_size_becomes_a_guard(scale):
-    """Captures of rows without a batch are all of odd sizes, none a multiple of 128."""
+    """Guard conditions that captures do not show: all sizes without a batch are odd, and no multiple of 128."""
     block = Scaled(SEEN[scale]).double()
     compiled = moefx.compile(copy.deepcopy(block), example_inputs=(torch.randn(17, D, dtype=torch.float64),))
     for n in SIZES:
@@ -64,12 +64,14 @@ def test_compared_size_becomes_a_guard(scale):
 
 
 def test_a_proof_makes_no_functools_cache(monkeypatch):
-    """A capture that finds a new one looks at all objects of the process, which takes a tenth of a second and more."""
-    inputs, made, make = (torch.randn(17, D),), [], functools.lru_cache
-    moefx.explain(Scaled(UNSEEN["digits"]), example_inputs=inputs)  # torch makes some when it is first used
-    monkeypatch.setattr(functools, "lru_cache", lambda *args, **kwargs: made.append(args) or make(*args, **kwargs))
+    """Create no functools cache: captures search all objects for new ones, which takes 0.1 s and more."""
+    inputs, calls, make_cache = (torch.randn(17, D),), [], functools.lru_cache
+    moefx.explain(Scaled(UNSEEN["digits"]), example_inputs=inputs)  # torch creates caches at its first use
+    monkeypatch.setattr(
+        functools, "lru_cache", lambda *args, **kwargs: calls.append(args) or make_cache(*args, **kwargs)
+    )
     moefx.explain(Scaled(UNSEEN["digits"]), example_inputs=inputs)
-    assert not made
+    assert not calls
 
 
 @pytest.mark.parametrize("scale", UNSEEN)
@@ -79,7 +81,7 @@ def test_leaked_size_that_decides_is_refused(scale):
         moefx.compile(block, example_inputs=(torch.randn(17, D, dtype=torch.float64),))
 
 
-SELDOM = {  # of those that the proof looks at few divisors are not 1, or it is one of two by chance
+SELDOM = {  # Functions that are constant at most captured sizes, or have two values by chance.
     "a divisor": lambda n: 1 / max(n // 16, 1),
     "a whole number": lambda n: max(n // 24, 1),
     "1 at 29": lambda n: max(n / 29, 1.0),
@@ -89,7 +91,7 @@ SELDOM = {  # of those that the proof looks at few divisors are not 1, or it is 
 
 
 class ScaledInside(Scaled):
-    """The experts' results, before they are summed."""
+    """Scale the results of the experts before they are summed."""
 
     def forward(self, x):
         w, _, y = self.routed(x)
@@ -135,7 +137,7 @@ DIVIDED = {
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("scale", DIVIDED)
 def test_a_comparison_that_fails_at_some_sizes(scale):
-    """The program does not divide by 0 where there are few tokens: it asks first."""
+    """Compare sizes before a division by a number that is 0 for few tokens."""
     block = Scaled(DIVIDED[scale]).double()
     x = torch.randn(40, D, dtype=torch.float64)
     compiled = moefx.compile(copy.deepcopy(block), example_inputs=(x,), plan=moefx.Plan(validation="symbolic"))

@@ -1,4 +1,4 @@
-"""Comparisons of the experts' loads in Python hold for every expert, and for few and many tokens."""
+"""Comparisons of the experts' loads in Python, checked for every expert and for few and many tokens."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from moefx.matching.probes import load_comparisons
 
 from ...blocks import D, Mlp, rewritten
 
-E = 12  # of so few tokens as captures have, not every expert is crowded
+E = 12  # more experts than a capture can crowd with its tokens
 
 
 class Loads(nn.Module):
-    """A loop over experts; `weigh` gives the weights of all tokens, `run` what an expert makes of its rows."""
+    """Loop over experts. `weigh` returns the weights of all tokens, `run` the results of an expert's rows."""
 
     def __init__(self, weigh=None, run=None, k: int = 1):
         super().__init__()
@@ -41,35 +41,35 @@ class Loads(nn.Module):
         return out
 
 
-def last_is_small(m, e, t, k):
+def scale_small_last(m, e, t, k):
     return t, k, 0.5 if t.shape[0] > 8 and e == E - 1 else 1.0
 
 
-def last_is_small_by_difference(m, e, t, k):
+def scale_small_last_by_difference(m, e, t, k):
     return t, k, 0.5 if t.shape[0] - 9 > 0 and e == E - 1 else 1.0
 
 
-def penalised(m, e, t, k):
+def penalize(m, e, t, k):
     return t, k, m.penalty[e] if len(t) >= 9 else 1.0
 
 
-def needs_a_batch(m, e, t, k):
+def require_a_batch(m, e, t, k):
     return (t[:0], k[:0], 1.0) if e == E - 1 and t.shape[0] < 10 else (t, k, 1.0)
 
 
-def summed_ones(m, e, t, k):
+def sum_ones(m, e, t, k):
     return t, k, 0.5 if torch.ones_like(t).sum() > 8 and e == E - 1 else 1.0
 
 
-def counted_mask(m, e, t, k):
+def count_mask(m, e, t, k):
     return t, k, 0.5 if (t >= 0).sum() > 8 and e == E - 1 else 1.0
 
 
-def share(m, e, t, k):
+def scale_by_share(m, e, t, k):
     return t, k, 0.5 if t.shape[0] > 8 and t.shape[0] * 2 > 3 * 8 and e == 2 else 1.0
 
 
-def block_of_rows(m, e, t, k):
+def run_block_of_rows(m, e, t, k):
     if t.shape[0] < 2:
         return t, k, 1.0
     return t, k, 0.5 if t[-1].item() - t[0].item() == t.shape[0] - 1 and t.shape[0] > 2 else 1.0
@@ -78,14 +78,14 @@ def block_of_rows(m, e, t, k):
 @pytest.mark.parametrize(
     "run",
     [
-        last_is_small,
-        last_is_small_by_difference,
-        penalised,
-        pytest.param(needs_a_batch, marks=pytest.mark.exhaustive),
-        summed_ones,
-        counted_mask,
-        share,
-        block_of_rows,
+        scale_small_last,
+        scale_small_last_by_difference,
+        penalize,
+        pytest.param(require_a_batch, marks=pytest.mark.exhaustive),
+        sum_ones,
+        count_mask,
+        scale_by_share,
+        run_block_of_rows,
     ],
     ids=lambda f: f.__name__,
 )
@@ -104,7 +104,7 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.sampled(3)  # one that is refused, one that is guarded
+@pytest.mark.sampled(3)  # one refused and one guarded case
 @pytest.mark.parametrize("name", list(WEIGHTS))
 def test_loads_that_matter_together_are_refused_or_guarded(name):
     if name != "single_among_many":
@@ -115,16 +115,16 @@ def test_loads_that_matter_together_are_refused_or_guarded(name):
     assert any("40" in str(guard) for guard in result.match.guards)
 
 
-def capacity(m, e, t, k):
+def apply_capacity(m, e, t, k):
     return (t[:9], k[:9], 1.0) if t.shape[0] > 9 else (t, k, 1.0)
 
 
-def narrowed(m, e, t, k):
-    """Forced where there are fewer, it fails."""
+def narrow_rows(m, e, t, k):
+    """Narrow to nine rows, which fails if a probe forces it for fewer."""
     return (t.narrow(0, 0, 9), k.narrow(0, 0, 9), 1.0) if t.shape[0] > 9 else (t, k, 1.0)
 
 
-def chunks(m, e, t, k):
+def run_chunks(m, e, t, k):
     start, parts = 0, [t[:0]]
     while start < t.shape[0]:
         parts.append(t[start : start + 4])
@@ -132,7 +132,7 @@ def chunks(m, e, t, k):
     return torch.cat(parts), k, 1.0
 
 
-def padded(m, e, t, k):
+def pad_rows(m, e, t, k):
     places = 4
     while places < t.shape[0]:
         places *= 2
@@ -140,13 +140,13 @@ def padded(m, e, t, k):
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("run", [capacity, narrowed, chunks, padded], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("run", [apply_capacity, narrow_rows, run_chunks, pad_rows], ids=lambda f: f.__name__)
 def test_a_comparison_that_is_the_same_for_all_experts_is_rewritten(run):
     assert rewritten(Loads(run=run)).match.num_experts == E
 
 
 class Segments(nn.Module):
-    """Sorted tokens; an expert without tokens ends where it starts."""
+    """Slice sorted tokens; an expert without tokens has an empty segment."""
 
     def __init__(self):
         super().__init__()
@@ -172,7 +172,7 @@ def test_an_empty_segment_is_no_comparison_of_loads():
 
 
 class Stopping(Loads):
-    """Stops when no token is left."""
+    """Stop the loop if no token is left."""
 
     def forward(self, x):
         w, ids = self.gate(x).softmax(-1).topk(1)

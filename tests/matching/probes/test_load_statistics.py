@@ -1,4 +1,4 @@
-"""Functions of the experts' loads that have one value under most routings, in blocks with and without a guard."""
+"""Functions of the experts' loads that are constant under most routings, with and without a guard."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STATISTICS = {
     "equal_loads": lambda n: (n[:, None] == n[None]).sum() > E,
     "several_with_one": lambda n: (n == 1).sum() > 1,
 }
-# for each token its two experts
+# Per token its two experts.
 LOADS = {
     "none_idle": [(t % E, (t + 1) % E) for t in range(24)],
     "one_idle": [(t % 3, (t + 1) % 3) for t in range(24)],
@@ -41,7 +41,7 @@ LOADS = {
 
 
 class Weighted(nn.Module):
-    """Multiplies the weights with one more than a statistic of the loads."""
+    """Multiply the weights by 1 plus a statistic of the loads."""
 
     def __init__(self, statistic, least_tokens: int = 0):
         super().__init__()
@@ -62,7 +62,7 @@ class Weighted(nn.Module):
         return out.view_as(x)
 
 
-def _compiled(name: str, least_tokens: int) -> tuple[nn.Module, nn.Module]:
+def _compile(name: str, least_tokens: int) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     model = Weighted(STATISTICS[name], least_tokens).double()
     with torch.no_grad():
@@ -72,7 +72,7 @@ def _compiled(name: str, least_tokens: int) -> tuple[nn.Module, nn.Module]:
     return model, moefx.compile(copy.deepcopy(model), example_inputs=(x,), plan=plan)
 
 
-def _tokens(choices: list[tuple[int, int]]) -> torch.Tensor:
+def _make_tokens(choices: list[tuple[int, int]]) -> torch.Tensor:
     x = torch.randn(len(choices), D, dtype=torch.float64)
     for row, (first, second) in zip(x, choices, strict=True):
         row[:E] = torch.rand(E, dtype=torch.float64)
@@ -84,24 +84,24 @@ def _tokens(choices: list[tuple[int, int]]) -> torch.Tensor:
 @pytest.mark.parametrize("name", STATISTICS)
 @pytest.mark.sampled(9)
 def test_statistics_of_loads_scale_the_weights(name, least_tokens):
-    model, compiled = _compiled(name, least_tokens)
+    model, compiled = _compile(name, least_tokens)
     assert len(moefx.blocks(compiled)) == 1
     for loads in LOADS.values():
-        x = _tokens(loads)
+        x = _make_tokens(loads)
         torch.testing.assert_close(compiled(x), model(x))
     assert moefx.blocks(compiled)[0].fallbacks == 0
 
 
 @pytest.mark.parametrize("name", ["two_idle", "first_is_largest"])
 def test_statistics_of_loads_scale_the_weights_behind_a_guard(name):
-    model, compiled = _compiled(name, 16)
+    model, compiled = _compile(name, 16)
     for loads in LOADS.values():
-        x = _tokens(loads)
+        x = _make_tokens(loads)
         torch.testing.assert_close(compiled(x), model(x))
 
 
 class Shifted(Weighted):
-    """Shifts what experts are given, which no weight can express."""
+    """Shift the input of experts, which no weight can express."""
 
     def forward(self, x):
         if x.shape[0] * x.shape[1] < self.least_tokens:
@@ -124,33 +124,33 @@ def test_statistics_of_loads_that_change_rows_are_refused(least_tokens):
         moefx.compile(model, example_inputs=(x,), plan=moefx.Plan(validation="symbolic"))
 
 
-def _loads_of_captures(monkeypatch: pytest.MonkeyPatch, least_tokens: int) -> list[tuple[int, list[int]]]:
-    """Tokens and loads of the captures that agreed."""
-    found: list[tuple[int, list[int]]] = []
+def _record_captures(monkeypatch: pytest.MonkeyPatch, least_tokens: int) -> list[tuple[int, list[int]]]:
+    """Return the token count and the loads of each capture that agreed."""
+    captures: list[tuple[int, list[int]]] = []
     store = Evidence._store
 
-    def noted(self: Any, form: Any, *more: Any, **options: Any) -> Any:
+    def record(self: Any, form: Any, *args: Any, **options: Any) -> Any:
         loads = torch.bincount(form.ids.flatten(), minlength=E).tolist()
-        found.append((len(form.ids), loads))
-        return store(self, form, *more, **options)
+        captures.append((len(form.ids), loads))
+        return store(self, form, *args, **options)
 
-    monkeypatch.setattr(Evidence, "_store", noted)
+    monkeypatch.setattr(Evidence, "_store", record)
     torch.manual_seed(0)
     model = Weighted(lambda n: 0, least_tokens)
     moefx.compile(model, example_inputs=(torch.randn(4, 12, D),), plan=moefx.Plan(validation="symbolic"))
-    return found
+    return captures
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("least_tokens", [0, 16, 40])
 def test_captures_show_the_same_patterns_of_loads_on_both_sides_of_a_guard(least_tokens, monkeypatch):
-    found = _loads_of_captures(monkeypatch, least_tokens)
-    fewest = min(tokens for tokens, _ in found if tokens > 1)
-    patterns = {loads.count(0) for _, loads in found}
+    captures = _record_captures(monkeypatch, least_tokens)
+    fewest = min(tokens for tokens, _ in captures if tokens > 1)
+    patterns = {loads.count(0) for _, loads in captures}
     assert {0, 1, 2} <= patterns
-    assert any(sorted(loads) == [0, 0, tokens, tokens] for tokens, loads in found if tokens <= fewest)
-    assert any(loads.count(0) == 2 for tokens, loads in found if tokens >= 29)
-    assert {1, 2} <= {n for _, loads in found for n in loads}
+    assert any(sorted(loads) == [0, 0, tokens, tokens] for tokens, loads in captures if tokens <= fewest)
+    assert any(loads.count(0) == 2 for tokens, loads in captures if tokens >= 29)
+    assert {1, 2} <= {n for _, loads in captures for n in loads}
 
 
 @pytest.mark.parametrize("n", [4, 8, 16])

@@ -1,4 +1,4 @@
-"""A bug of moefx in a capture of a probe is raised, not treated as an error of the program."""
+"""Bugs of moefx in the capture of a probe raise, and are not treated as errors of the program."""
 
 from __future__ import annotations
 

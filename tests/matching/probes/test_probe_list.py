@@ -1,4 +1,4 @@
-"""The list of probes: names, reasons to run again, headers with a program that each refuses, and its documentation."""
+"""The list of probes: names, reasons to repeat, a refused program per probe, and documentation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slots of one token with the same expert are added up as in the original, or the block is refused."""
+"""Slots of one token with equal experts are added as in the original, or the block is refused."""
 
 from __future__ import annotations
 
@@ -19,12 +19,17 @@ INF = float("-inf")
 
 
 class Choosing(nn.Module):
-    """Args: choose: (weights, experts), [T, 2] each, of probabilities; combine: what they are worth together."""
+    """Mixture with the rules `choose` and `combine`.
 
-    def __init__(self, choose, combine, given: bool = False):
+    Args:
+        choose: computes weights and experts, [T, 2] each, from probabilities.
+        combine: computes the output from them.
+    """
+
+    def __init__(self, choose, combine, ids_are_inputs: bool = False):
         super().__init__()
         torch.manual_seed(0)
-        self.choose, self.combine, self.is_given = choose, combine, given
+        self.choose, self.combine, self.is_given = choose, combine, ids_are_inputs
         self.gate = nn.Linear(D, E)
         self.up, self.down = nn.Parameter(torch.randn(E, D, H)), nn.Parameter(torch.randn(E, H, D))
         self.others = nn.Parameter(torch.randn(2, E))
@@ -40,7 +45,7 @@ class Choosing(nn.Module):
         return self.combine(self, x, p, w, i)
 
     def change(self):
-        """What makes two choices one."""
+        """Set the buffers so that both slots select the same expert."""
         self.allowed.copy_(torch.arange(E) == 0)
         self.table.copy_(torch.tensor([0, 0, 1, 1, 4, 5]))
         self.tables[0] = self.table
@@ -48,19 +53,19 @@ class Choosing(nn.Module):
         self.factor.zero_()
 
 
-def second(rest):
-    """A second choice by what is left where the first one is taken out."""
+def pick_second(remaining):
+    """Select a second expert by scores without the first one."""
 
     def choose(m, p):
         a = p.argmax(-1)
-        i = torch.stack([a, rest(p, F.one_hot(a, E))], -1)
+        i = torch.stack([a, remaining(p, F.one_hot(a, E))], -1)
         return p.gather(-1, i), i
 
     return choose
 
 
-def of_gates(n):
-    """A choice of each of several gates, of which nothing keeps apart what they choose."""
+def pick_by_gates(n):
+    """Select one expert by each of several gates, which may select the same."""
 
     def choose(m, p):
         i = torch.stack([p.argmax(-1), *((p * other).argmax(-1) for other in m.others[: n - 1])], -1)
@@ -69,7 +74,7 @@ def of_gates(n):
     return choose
 
 
-def looked_up(number):
+def pick_from_table(number):
     def choose(m, p):
         w, i = p.topk(2)
         return w, number(m, i)
@@ -78,29 +83,29 @@ def looked_up(number):
 
 
 CHOOSE = {
-    "argmax": second(lambda p, first: (p * (1 - first)).argmax(-1)),
-    "argmax of -inf": second(lambda p, first: p.masked_fill(first.bool(), INF).argmax(-1)),
-    "argsort": second(lambda p, first: (p * (1 - first)).argsort(dim=-1, stable=True)[:, -1]),
-    "two gates": of_gates(2),
-    "three gates": of_gates(3),
-    "table": looked_up(lambda m, i: m.table[i]),
-    "a row of a table": looked_up(lambda m, i: m.tables[0][i]),
-    "pairs": looked_up(lambda m, i: m.pairs[i[:, 0]]),
-    "product": looked_up(lambda m, i: (i * m.factor) % E),
-    "partner": looked_up(lambda m, i: torch.cat([i[:, :1], m.table[i[:, :1]]], -1)),
-    "shifted apart": looked_up(lambda m, i: torch.stack([i[:, 0], (i[:, 1] + 1) % E], -1)),
+    "argmax": pick_second(lambda p, first: (p * (1 - first)).argmax(-1)),
+    "argmax of -inf": pick_second(lambda p, first: p.masked_fill(first.bool(), INF).argmax(-1)),
+    "argsort": pick_second(lambda p, first: (p * (1 - first)).argsort(dim=-1, stable=True)[:, -1]),
+    "two gates": pick_by_gates(2),
+    "three gates": pick_by_gates(3),
+    "table": pick_from_table(lambda m, i: m.table[i]),
+    "a row of a table": pick_from_table(lambda m, i: m.tables[0][i]),
+    "pairs": pick_from_table(lambda m, i: m.pairs[i[:, 0]]),
+    "product": pick_from_table(lambda m, i: (i * m.factor) % E),
+    "partner": pick_from_table(lambda m, i: torch.cat([i[:, :1], m.table[i[:, :1]]], -1)),
+    "shifted apart": pick_from_table(lambda m, i: torch.stack([i[:, 0], (i[:, 1] + 1) % E], -1)),
 }
 
 
-def every(m, x):
+def run_experts(m, x):
     return torch.einsum("teh,ehd->ted", torch.einsum("td,edh->teh", x, m.up).relu(), m.down)
 
 
-def one_hot(m, x, p, w, i):
-    return torch.einsum("ted,te->td", every(m, x), (F.one_hot(i, E) * w.unsqueeze(-1)).sum(1))
+def sum_by_one_hot(m, x, p, w, i):
+    return torch.einsum("ted,te->td", run_experts(m, x), (F.one_hot(i, E) * w.unsqueeze(-1)).sum(1))
 
 
-def loop(m, x, p, w, i):
+def sum_in_a_loop(m, x, p, w, i):
     out = torch.zeros_like(x)
     for e in range(E):
         t, k = torch.where(i == e)
@@ -108,31 +113,31 @@ def loop(m, x, p, w, i):
     return out
 
 
-def scatter(m, x, p, w, i):
-    return torch.einsum("ted,te->td", every(m, x), torch.zeros_like(p).scatter(-1, i, w))
+def sum_by_scatter(m, x, p, w, i):
+    return torch.einsum("ted,te->td", run_experts(m, x), torch.zeros_like(p).scatter(-1, i, w))
 
 
-def either(m, x, p, w, i):
-    return torch.einsum("ted,te->td", every(m, x), p * F.one_hot(i, E).any(1))
+def sum_if_either(m, x, p, w, i):
+    return torch.einsum("ted,te->td", run_experts(m, x), p * F.one_hot(i, E).any(1))
 
 
-def two_sums(m, x, p, w, i):
+def add_two_sums(m, x, p, w, i):
     hot = F.one_hot(i, E).to(x.dtype)
     h = torch.einsum("te,td,edh->teh", hot.sum(1), x, m.up).relu()
     return torch.einsum("teh,ehd,te->td", h, m.down, (hot * w[..., None]).sum(1))
 
 
-def some_ids():
+def draw_ids():
     return torch.rand(40, E, generator=torch.Generator().manual_seed(0)).topk(2).indices
 
 
 def check(choose, combine, *ids):
-    mine = Choosing(choose, combine).double()
-    original, x = copy.deepcopy(mine), torch.randn(40, D, dtype=torch.float64)
-    compiled = moefx.compile(mine, example_inputs=(x, *ids))
+    module = Choosing(choose, combine).double()
+    original, x = copy.deepcopy(module), torch.randn(40, D, dtype=torch.float64)
+    compiled = moefx.compile(module, example_inputs=(x, *ids))
     for change in (False, True):
         if change:
-            mine.change(), original.change()
+            module.change(), original.change()
             ids = tuple(torch.stack([i[:, 0], i[:, 0]], -1) for i in ids)
         torch.testing.assert_close(compiled(x, *ids), original(x, *ids))
     (block,) = moefx.blocks(compiled)
@@ -141,75 +146,75 @@ def check(choose, combine, *ids):
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("choose", [c for c in CHOOSE if c not in ("product", "partner")])
-@pytest.mark.parametrize("combine", [one_hot, loop])
+@pytest.mark.parametrize("combine", [sum_by_one_hot, sum_in_a_loop])
 def test_equal_slots_that_add_up(choose, combine):
     check(CHOOSE[choose], combine)
 
 
-@pytest.mark.parametrize("combine", [scatter, two_sums])
+@pytest.mark.parametrize("combine", [sum_by_scatter, add_two_sums])
 def test_a_second_selection_that_masks_the_first(combine):
     check(CHOOSE["argmax of -inf"], combine)
 
 
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("choose", [c for c in CHOOSE if c != "argmax of -inf"])
-@pytest.mark.parametrize("combine", [scatter, either, two_sums])
+@pytest.mark.parametrize("combine", [sum_by_scatter, sum_if_either, add_two_sums])
 def test_equal_slots_that_do_not_add_up(choose, combine):
     why = "" if choose == "product" else "a token may select the same expert twice|code outside the experts|row depends"
-    with pytest.raises(Refused, match=why):  # a factor of 0 hides all experts but one: no capture shows the form
+    with pytest.raises(Refused, match=why):  # a factor of 0 hides all experts but one from the captures
         rewritten(Choosing(CHOOSE[choose], combine))
 
 
-def again_and_again(times):
-    """The best of what is left, so many times."""
+def pick_repeatedly(times):
+    """Select the best remaining expert `times` times."""
 
     def choose(m, p):
-        found, rest = [], p
+        columns, remaining = [], p
         for _ in range(times):
-            found.append(rest.argmax(-1))
-            rest = rest * (1 - F.one_hot(found[-1], E))
-        i = torch.stack(found, -1)
+            columns.append(remaining.argmax(-1))
+            remaining = remaining * (1 - F.one_hot(columns[-1], E))
+        i = torch.stack(columns, -1)
         return p.gather(-1, i), i
 
     return choose
 
 
-def last_two_scattered(m, x, p, w, i):
+def scatter_last_two(m, x, p, w, i):
     gates = (F.one_hot(i[:, :1], E) * w[:, :1, None]).sum(1) + torch.zeros_like(p).scatter(-1, i[:, 1:], w[:, 1:])
-    return torch.einsum("ted,te->td", every(m, x), gates)
+    return torch.einsum("ted,te->td", run_experts(m, x), gates)
 
 
-def last_if_new(m, x, p, w, i):
-    return one_hot(m, x, p, torch.cat([w[:, :-1], w[:, -1:] * (i[:, -1:] != i[:, -2:-1])], -1), i)
+def add_last_if_new(m, x, p, w, i):
+    return sum_by_one_hot(m, x, p, torch.cat([w[:, :-1], w[:, -1:] * (i[:, -1:] != i[:, -2:-1])], -1), i)
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("times", [3])
-@pytest.mark.parametrize("combine", [one_hot, loop, last_if_new])
+@pytest.mark.parametrize("combine", [sum_by_one_hot, sum_in_a_loop, add_last_if_new])
 def test_more_than_two_equal_slots_that_add_up(times, combine):
-    check(again_and_again(times), combine)
+    check(pick_repeatedly(times), combine)
 
 
 @pytest.mark.parametrize("times", [3])
-@pytest.mark.parametrize("combine", [last_two_scattered, scatter])
+@pytest.mark.parametrize("combine", [scatter_last_two, sum_by_scatter])
 def test_more_than_two_equal_slots_that_do_not_add_up(times, combine):
     with pytest.raises(Refused, match="a token may select the same expert twice"):
-        rewritten(Choosing(again_and_again(times), combine))
+        rewritten(Choosing(pick_repeatedly(times), combine))
 
 
-def compared(m, x, p, w, i):
-    """`one_hot` without its check of the numbers, which is another in each torch."""
-    return torch.einsum("ted,te->td", every(m, x), torch.stack([((i == e) * w).sum(-1) for e in range(E)], -1))
+def sum_by_comparison(m, x, p, w, i):
+    """Compare ids instead of `one_hot`, whose check of the ids differs between torch versions."""
+    return torch.einsum("ted,te->td", run_experts(m, x), torch.stack([((i == e) * w).sum(-1) for e in range(E)], -1))
 
 
-@pytest.mark.parametrize("combine", [compared, loop])
+@pytest.mark.parametrize("combine", [sum_by_comparison, sum_in_a_loop])
 def test_expert_ids_of_the_call_that_add_up(combine):
-    check(None, combine, some_ids())
+    check(None, combine, draw_ids())
 
 
 def test_expert_ids_of_the_call_that_do_not_add_up():
     with pytest.raises(Refused, match="a token may select the same expert twice"):
-        rewritten(Choosing(None, scatter), torch.zeros(40, D), some_ids())
+        rewritten(Choosing(None, sum_by_scatter), torch.zeros(40, D), draw_ids())
 
 
 @pytest.mark.sampled(2)
@@ -223,34 +228,34 @@ def test_expert_ids_of_the_call_that_do_not_add_up():
     ],
 )
 def test_choices_of_one_topk_are_different(number):
-    """So it does not matter how they are put together."""
+    """Accept any combination of slots: one `topk` never selects an expert twice."""
 
     def combine(m, x, p, w, i):
         return scatter(m, x, F.pad(p, (0, 8)), w, i)
 
     def scatter(m, x, p, w, i):
-        return torch.einsum("ted,te->td", every(m, x), torch.zeros_like(p).scatter(-1, i, w)[:, :E])
+        return torch.einsum("ted,te->td", run_experts(m, x), torch.zeros_like(p).scatter(-1, i, w)[:, :E])
 
-    check(looked_up(number), combine)
+    check(pick_from_table(number), combine)
 
 
 def test_numbers_from_the_end():
-    """An index of -1 is the last expert, and no row of a sorted list of experts."""
+    """Map index -1 to the last expert, and refuse it as a row of a sorted list."""
 
     def gathered(m, x, p, w, i):
         return torch.einsum("tkh,tkhd,tk->td", torch.einsum("td,tkdh->tkh", x, m.up[i]).relu(), m.down[i], w)
 
-    check(looked_up(lambda m, i: i), gathered)
+    check(pick_from_table(lambda m, i: i), gathered)
     with pytest.raises(Refused, match="below 0"):
         rewritten(Choosing(CHOOSE["table"], gathered))
 
 
 def test_zero_weights_do_not_prove_that_slots_add_up():
-    """The least likely expert has no weight where a buffer masks it: two such choices add up, whatever is done."""
+    """Refuse a sum of slots that only adds up because a buffer masks the weight of the least likely expert."""
 
     def choose(m, p):
         i = torch.stack([p.argmin(-1), (p - 0.2).square().argmax(-1)], -1)
         return p.gather(-1, i), i
 
     with pytest.raises(Refused, match="a token may select the same expert twice"):
-        rewritten(Choosing(choose, scatter))
+        rewritten(Choosing(choose, sum_by_scatter))

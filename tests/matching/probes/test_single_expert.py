@@ -1,4 +1,4 @@
-"""A layer with one expert has a canonical form, but selects nothing."""
+"""Layers with one expert have a canonical form, but select nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ D = 6
 
 
 class Gated(nn.Module):
-    """One expert, which tokens use or skip."""
+    """Layer with one expert, which tokens use or skip."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A call that depends on what the call before it left behind is refused."""
+"""Blocks whose calls depend on the previous call are refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...blocks import D, Loop
 
 
 class KeepsChoice(Loop):
-    """Keeps its choice, as a buffer or as an attribute, and uses it again for as many tokens."""
+    """Store the selected experts in a buffer or attribute, and reuse them for the same number of tokens."""
 
     def __init__(self, is_buffer):
         super().__init__()

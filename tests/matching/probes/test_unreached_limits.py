@@ -1,4 +1,4 @@
-"""Limits that no capture reached: crowds that go beyond them, and the guard if some remain."""
+"""Limits above the captured loads: crowded captures that exceed them, and guards for the others."""
 
 from __future__ import annotations
 

@@ -35,19 +35,19 @@ class Skipping(nn.Module):
         return out
 
 
-def sum_of_weights(rows, w):
+def has_zero_weight_sum(rows, w):
     return w.sum() == 0
 
 
-def no_weight(rows, w):
+def has_no_weight(rows, w):
     return not (w != 0).any()
 
 
-def sum_of_rows(rows, w):
+def has_zero_row_sum(rows, w):
     return rows.abs().sum() == 0
 
 
-def no_entry(rows, w):
+def has_no_entry(rows, w):
     return not rows.any()
 
 
@@ -55,22 +55,22 @@ def no_entry(rows, w):
 @pytest.mark.parametrize("writes", ["add", "put"])
 @pytest.mark.parametrize("score", [torch.relu, torch.sigmoid, lambda s: s.softmax(-1)], ids=["relu", "sigmoid", "soft"])
 def test_skipping_zero_weights_is_rewritten(writes, score):
-    assert rewritten(Skipping(sum_of_weights, writes=writes, score=score)).match.num_experts == E
+    assert rewritten(Skipping(has_zero_weight_sum, writes=writes, score=score)).match.num_experts == E
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    ("skips", "more"),
+    ("skips", "options"),
     [
-        (sum_of_rows, {}),
-        (no_entry, {}),
-        (sum_of_weights, dict(weigh=lambda w: 1 + w)),
-        (no_weight, dict(weigh=lambda w: w.exp())),
-        (sum_of_weights, dict(score=torch.tanh)),  # weights of both signs may add up to zero
-        (no_weight, dict(score=lambda s: s)),  # a gradient reaches a weight of zero
+        (has_zero_row_sum, {}),
+        (has_no_entry, {}),
+        (has_zero_weight_sum, dict(weigh=lambda w: 1 + w)),
+        (has_no_weight, dict(weigh=lambda w: w.exp())),
+        (has_zero_weight_sum, dict(score=torch.tanh)),  # weights of both signs may add up to zero
+        (has_no_weight, dict(score=lambda s: s)),  # a gradient reaches a weight of zero
     ],
     ids=["rows", "entries", "one_more", "exp", "signs", "gradient"],
 )
-def test_skipping_experts_with_nonzero_output_for_zeros_is_refused(skips, more):
+def test_skipping_experts_with_nonzero_output_for_zeros_is_refused(skips, options):
     with pytest.raises(Refused, match="an expert's rows or weights sum to zero"):
-        rewritten(Skipping(skips, **more))
+        rewritten(Skipping(skips, **options))

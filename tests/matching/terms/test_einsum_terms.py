@@ -1,4 +1,4 @@
-"""Equal contractions are one term in every spelling."""
+"""Equal contractions have one term in every notation."""
 
 from __future__ import annotations
 

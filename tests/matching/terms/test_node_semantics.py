@@ -1,4 +1,4 @@
-"""Terms of ATen ops in captured graphs evaluate to torch's numbers."""
+"""Terms of ATen ops in captured graphs evaluate to torch's results."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ class Fn(nn.Module):
         return self.fn(self, *args)
 
 
-def terms_of(block: nn.Module, *args: torch.Tensor, seed: int = 0):
+def build_terms(block: nn.Module, *args: torch.Tensor, seed: int = 0):
     metas = tuple(a.to("meta") if a.is_floating_point() else a for a in args)
-    taken = capture_block(block, metas, {}, Routing("diverse", seed))
-    S = Semantics(taken.nodes, taken.concrete_value)
-    return taken, S
+    captured = capture_block(block, metas, {}, Routing("diverse", seed))
+    S = Semantics(captured.nodes, captured.concrete_value)
+    return captured, S
 
 
-def agrees(block: nn.Module, *args: torch.Tensor) -> None:
-    """The term of the captured output, element by element, is what the block computes."""
+def check_terms(block: nn.Module, *args: torch.Tensor) -> None:
+    """Check each element of the output's term against the block's result."""
     block = block.double()
     args = tuple(a.double() if a.is_floating_point() else a for a in args)
-    taken, S = terms_of(block, *args)
+    captured, S = build_terms(block, *args)
     values: dict = dict(block.named_parameters())
-    values |= {n: args[n.meta["position"]] for n in taken.nodes if n.op == "placeholder"}
-    values |= {n: S.concrete_value(n) for n in taken.nodes if n.op == "get_attr" and n.meta["kind"] == "constant"}
+    values |= {n: args[n.meta["position"]] for n in captured.nodes if n.op == "placeholder"}
+    values |= {n: S.concrete_value(n) for n in captured.nodes if n.op == "get_attr" and n.meta["kind"] == "constant"}
     with torch.no_grad():
         expected = block(*args)
-        term = S.term(taken.out)
+        term = S.term(captured.out)
         assert term.op != "node", "taken as it is"
         check(S.terms, term, expected, values)
 
@@ -108,7 +108,7 @@ STATELESS = {
     "index_put_accumulate": lambda s, x: x.index_put((I([2, 2]),), x[:2], accumulate=True),
     "index_put_inner": lambda s, x: _put_inner(x),
     "masked_scatter": lambda s, x: x.masked_scatter(I([True, False, False, True, False])[:, None], x[1:3] * 2),
-    "assign_row": lambda s, x: _assign(x),
+    "assign_row": lambda s, x: _assign_rows(x),
     "assign_mask": lambda s, x: _assign_mask(x),
     "linear": lambda s, x: F.linear(x, x[:3], x[0, :3]),
     "mm": lambda s, x: torch.mm(x, x.t()),
@@ -139,14 +139,14 @@ STATELESS = {
     "dropout_off": lambda s, x: F.dropout(x, 0.5, training=False) * 2,
     "detach": lambda s, x: x * x.detach(),
     "leaky": lambda s, x: F.leaky_relu(x, 0.1) + F.prelu(x, x[0, :1]),
-    "in_place": lambda s, x: _in_place(x),
-    "loop_of_index_add": lambda s, x: _loop(x),
+    "in_place": lambda s, x: _add_in_place(x),
+    "loop_of_index_add": lambda s, x: _add_in_a_loop(x),
     "fill": lambda s, x: torch.full_like(x, 2.0) * x + torch.ones(D, dtype=x.dtype) + torch.zeros(T, 1),
-    "no_grad": lambda s, x: _no_grad(x),
+    "no_grad": lambda s, x: _scale_without_grad(x),
 }
 
 
-def _assign(x):
+def _assign_rows(x):
     y = x.clone()
     y[I([4, 1])] = x[:2]
     y[0, 1:3] = 5.0
@@ -165,14 +165,14 @@ def _assign_mask(x):
     return y
 
 
-def _in_place(x):
+def _add_in_place(x):
     y = x.clone()
     y[:, 1] += x[:, 0]
     y.mul_(2.0).transpose(0, 1)[0].add_(1.0)
     return y
 
 
-def _loop(x):
+def _add_in_a_loop(x):
     out = torch.zeros_like(x)
     for e in range(E):
         rows, slot = torch.where(e == IDS)
@@ -180,7 +180,7 @@ def _loop(x):
     return out
 
 
-def _no_grad(x):
+def _scale_without_grad(x):
     with torch.no_grad():
         a = x * 2
     return a + x
@@ -188,21 +188,21 @@ def _no_grad(x):
 
 @pytest.mark.parametrize("name", STATELESS)
 def test_terms_of_stateless_ops_evaluate_to_their_results(name):
-    agrees(Fn(STATELESS[name]), X)
+    check_terms(Fn(STATELESS[name]), X)
 
 
 class TestParameters:
     def test_terms_of_gathered_weights_evaluate_to_the_result(self):
         block = Fn(lambda s, x: torch.einsum("td,tkdf->tkf", x, s.w[IDS]), w=torch.randn(E, D, 3))
-        agrees(block, X)
+        check_terms(block, X)
 
     def test_baddbmm_of_stacked_experts(self):
         block = Fn(lambda s, x: torch.bmm(x.expand(E, T, D), s.w).permute(1, 0, 2), w=torch.randn(E, D, 3))
-        agrees(block, X)
+        check_terms(block, X)
 
     def test_linear_of_a_slice(self):
         block = Fn(lambda s, x: F.linear(x, s.w[2:4], s.b[2:4]), w=torch.randn(6, D), b=torch.randn(6))
-        agrees(block, X)
+        check_terms(block, X)
 
     @pytest.mark.parametrize("transposed", [False, True])
     def test_terms_of_grouped_products_evaluate_to_the_result(self, transposed):
@@ -214,21 +214,21 @@ class TestParameters:
             return F.grouped_mm(x, s.w.mT if transposed else s.w, offs=I([2, 2, 5], dtype=torch.int32))
 
         block = Fn(fn, w=w).bfloat16()
-        taken, S = terms_of(block, torch.randn(5, 16).bfloat16())
-        rows = [S.terms.resolve(S.terms.pick(S.term(taken.out), 0, t)) for t in range(5)]
-        picks = [{a for a in _params(r)} for r in rows]
+        captured, S = build_terms(block, torch.randn(5, 16).bfloat16())
+        rows = [S.terms.resolve(S.terms.pick(S.term(captured.out), 0, t)) for t in range(5)]
+        picks = [{a for a in _list_parameters(r)} for r in rows]
         assert picks == [{0}, {0}, {2}, {2}, {2}]
 
 
-def _params(t) -> list[int]:
-    """The expert indices of the parameter parts in a term."""
+def _list_parameters(t) -> list[int]:
+    """List the expert indices of the parameter slices in a term."""
     if t.op == "at" and t.args[0].op == "param":
         return [t.args[1][0][1]]
-    return [i for a in t.terms for i in _params(a)]
+    return [i for a in t.terms for i in _list_parameters(a)]
 
 
 class TestSelections:
-    """Values that a selection took are gathers by the indices that were really chosen."""
+    """Represent values of a selection as gathers by the selected indices."""
 
     @pytest.mark.parametrize(
         "select",
@@ -244,12 +244,12 @@ class TestSelections:
     )
     def test_selected_values_are_picks_of_the_scores(self, select):
         block = Fn(lambda s, x: select(x @ s.w), w=torch.randn(D, E))
-        taken, S = terms_of(block, X)
-        values, ids = taken.out
-        scores = taken.concrete_value(next(n for n in taken.nodes if n.target is torch.matmul))
+        captured, S = build_terms(block, X)
+        values, ids = captured.out
+        scores = captured.concrete_value(next(n for n in captured.nodes if n.target is torch.matmul))
         expected, expected_ids = select(scores)
         assert torch.equal(ids.meta["val"], expected_ids)
-        env = {"w": block.w} | {n: scores for n in taken.nodes if n.op == "placeholder"}
+        env = {"w": block.w} | {n: scores for n in captured.nodes if n.op == "placeholder"}
         term = S.terms.resolve(S.term(values))
         assert term.shape == tuple(expected.shape) and term.op != "node"
         del env
@@ -259,8 +259,8 @@ class TestSelections:
             p, i = (x @ s.w).softmax(-1).topk(1, -1)
             return F.one_hot(i, E)[:, 0] * p
 
-        taken, S = terms_of(Fn(forward, w=torch.randn(D, E)), X)
-        term = S.term(taken.out)
+        captured, S = build_terms(Fn(forward, w=torch.randn(D, E)), X)
+        term = S.term(captured.out)
         zeros = sum(
             is_const(S.terms.resolve(S.terms.pick_axes(term, {0: t, 1: e})), 0) for t in range(T) for e in range(E)
         )
@@ -269,8 +269,8 @@ class TestSelections:
 
 class TestTakenAsItIs:
     def test_an_unknown_op_is_taken_as_a_node(self):
-        taken, S = terms_of(Fn(lambda s, x: torch.linalg.inv(x[:4])), X)
-        assert S.term(taken.out).op == "node"
+        captured, S = build_terms(Fn(lambda s, x: torch.linalg.inv(x[:4])), X)
+        assert S.term(captured.out).op == "node"
 
     def test_an_autograd_function_is_taken_as_a_node(self):
         class Own(torch.autograd.Function):
@@ -278,13 +278,13 @@ class TestTakenAsItIs:
             def forward(ctx, x):
                 return x * 2
 
-        taken, S = terms_of(Fn(lambda s, x: Own.apply(x)), X)
-        assert S.term(taken.out).op == "node"
+        captured, S = build_terms(Fn(lambda s, x: Own.apply(x)), X)
+        assert S.term(captured.out).op == "node"
 
     def test_a_view_of_the_bits_is_taken_as_a_node(self):
-        taken, S = terms_of(Fn(lambda s, x: x.view(torch.int32).view(torch.float32)), X)
-        assert all(t.op == "node" for t in (S.term(taken.out), *S.term(taken.out).terms) if t.op != "pw")
+        captured, S = build_terms(Fn(lambda s, x: x.view(torch.int32).view(torch.float32)), X)
+        assert all(t.op == "node" for t in (S.term(captured.out), *S.term(captured.out).terms) if t.op != "pw")
 
     def test_uninitialised_is_nan(self):
-        taken, S = terms_of(Fn(lambda s, x: torch.empty_like(x)), X)
-        assert is_const(S.term(taken.out), "nan")
+        captured, S = build_terms(Fn(lambda s, x: torch.empty_like(x)), X)
+        assert is_const(S.term(captured.out), "nan")

@@ -1,4 +1,4 @@
-"""Parts of parameters, and the experts that they may belong to."""
+"""Slices of parameters, and the experts that they may belong to."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_axes_with_one_index():
     assert ParameterSlice.from_term(T.pick(STACK, 1, 3)).axes == {1} and ParameterSlice.from_term(STACK).axes == set()
 
 
-def linears(count):
+def make_linears(count):
     return (nn.Linear(2, 2) for _ in range(count))
 
 
@@ -64,6 +64,6 @@ def test_named_experts_are_siblings_by_their_parameters():
 
 def test_nested_lists_are_counted_through():
     block = nn.Module()
-    block.nodes = nn.ModuleList([nn.ModuleList(linears(2)), nn.ModuleList(linears(2))])
+    block.nodes = nn.ModuleList([nn.ModuleList(make_linears(2)), nn.ModuleList(make_linears(2))])
     assert number_nested_modules(block) == {"nodes.0.0": 0, "nodes.0.1": 1, "nodes.1.0": 2, "nodes.1.1": 3}
-    assert number_nested_modules(nn.ModuleList(linears(2))) == {}
+    assert number_nested_modules(nn.ModuleList(make_linears(2))) == {}

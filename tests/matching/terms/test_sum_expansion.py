@@ -1,4 +1,4 @@
-"""Sums over an axis that the routing determines are expanded, others stay whole."""
+"""Sums over an axis that the routing determines are expanded, other sums are not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ D, E = 4, 3
 
 
 def make_sum(T: Terms, mask: list[float]):
-    """The sum over experts of a masked row of their outputs."""
+    """Build the sum over experts of a masked row of their outputs."""
     weights = T.make("param", ("w",), (E, D, D))
     outputs = T.ein(("d", "efd"), "ef", (T.make("node", ("x",), (D,)), weights))
     return weights, outputs, T.sum(T.pw("mul", outputs, T.reshape(T.array(torch.tensor(mask)), (E, 1))), [0])

@@ -1,4 +1,4 @@
-"""Built, selected and resolved terms evaluate to torch's numbers."""
+"""Built, selected and resolved terms evaluate to torch's results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST = 200  # elements of an intermediate result
 
 
 class Builder:
-    """Builds a term and the tensor that it means, side by side, from drawn decisions."""
+    """Build a term and the equal tensor together, from drawn decisions."""
 
     def __init__(self, data: st.DataObject):
         self.terms, self.data = Terms(), data
@@ -42,7 +42,7 @@ class Builder:
         return self.terms.make("param", (name,), shape), self.values[name]
 
     def leaf(self, *shape: int) -> Pair:
-        """A parameter, known numbers with zeros among them, or a constant."""
+        """Draw a parameter, known numbers including zeros, or a constant."""
         kind = self.draw(st.sampled_from(("param", "param", "array", "zero", "one")))
         if kind == "param":
             return self.param(*shape)
@@ -79,7 +79,7 @@ class Builder:
     def dim(self, x: torch.Tensor) -> int:
         return self.draw(st.integers(0, x.dim() - 1)) if x.dim() else 0
 
-    # ------------------------------------------------------------------ moving
+    # ------------------------------------------------------------------ views
     def reshape(self, pair: Pair) -> Pair:
         t, x = pair
         shapes = [(x.numel(),), (1, *x.shape), (*x.shape, 1)]
@@ -124,7 +124,7 @@ class Builder:
         shape = (2, *[3 if n == 1 else n for n in x.shape])
         return self.terms.expand(t, shape), x.expand(shape)
 
-    # ------------------------------------------------------------------ by integers
+    # ------------------------------------------------------------------ indexing
     def index(self, pair: Pair) -> Pair:
         t, x = pair
         if not x.dim():
@@ -141,7 +141,7 @@ class Builder:
         return self.terms.index(t, (0, 1), torch.stack([a, b]), 0), x[a, b]
 
     def gather(self, pair: Pair) -> Pair:
-        """`x.gather(0, ids)` as indexing of all axes."""
+        """Express `x.gather(0, ids)` as indexing of all axes."""
         t, x = pair
         if x.dim() != 2:
             return pair
@@ -150,7 +150,7 @@ class Builder:
         return self.terms.index(t, (0, 1), torch.stack([ids, columns]), 0), x.gather(0, ids)
 
     def put(self, pair: Pair) -> Pair:
-        """`index_add` and `index_copy` along any axis."""
+        """Apply `index_add` or `index_copy` along any axis."""
         t, x = pair
         if not x.dim():
             return pair
@@ -163,7 +163,7 @@ class Builder:
         return self.terms.put(t, (dim,), ids[None], source, accumulate), out
 
     def put_many(self, pair: Pair) -> Pair:
-        """`index_put` into the first two axes."""
+        """Apply `index_put` to the first two axes."""
         t, x = pair
         if x.dim() < 2:
             return pair
@@ -175,7 +175,7 @@ class Builder:
         indices = torch.stack([a, b])
         return self.terms.put(t, (0, 1), indices, source, accumulate), x.index_put((a, b), y, accumulate)
 
-    # ------------------------------------------------------------------ computing
+    # ------------------------------------------------------------------ arithmetic
     def partner(self, x: torch.Tensor) -> Pair:
         keep = self.draw(st.integers(0, x.dim()))
         return self.leaf(*[n if self.draw(st.booleans()) else 1 for n in x.shape[keep:]])
@@ -204,18 +204,18 @@ class Builder:
         return (self.terms.sum(t, dims), x.sum(tuple(dims))) if dims else pair
 
     def einsum(self, pair: Pair) -> Pair:
-        """With a second operand: shared labels are summed or kept, and it may be a one-hot mask."""
+        """Contract with a second operand, possibly a one-hot mask. Shared labels are summed or kept."""
         t, x = pair
         labels = "abcdefgh"[: x.dim()]
-        mine = "".join(c for c in labels if self.draw(st.booleans()))
+        own_labels = "".join(c for c in labels if self.draw(st.booleans()))
         extra = "z" if self.draw(st.booleans()) else ""
         size = dict(zip(labels, x.shape, strict=True)) | {"z": 2}
-        u, y = self.leaf(*[size[c] for c in mine + extra])
+        u, y = self.leaf(*[size[c] for c in own_labels + extra])
         out = "".join(
-            c for c in self.draw(st.permutations(labels + extra)) if c not in mine or self.draw(st.booleans())
+            c for c in self.draw(st.permutations(labels + extra)) if c not in own_labels or self.draw(st.booleans())
         )
-        return self.terms.ein([labels, mine + extra], out, [t, u]), torch.einsum(
-            f"{labels},{mine + extra}->{out}", x, y
+        return self.terms.ein([labels, own_labels + extra], out, [t, u]), torch.einsum(
+            f"{labels},{own_labels + extra}->{out}", x, y
         )
 
     def softmax(self, pair: Pair) -> Pair:
@@ -356,7 +356,7 @@ class TestNormalForm:
         assert T.pw("cast", a, dtype="float32") is not T.pw("cast", a, dtype="bfloat16")
 
     def test_rows_that_are_overwritten_at_once_are_distinguished(self):
-        """From the last one alone: gradients reach the others, too."""
+        """Keep all rows written to one position apart from the last: gradients reach all of them."""
         T = Terms()
         base, new = T.make("param", ("b",), (3, 2)), T.make("param", ("n",), (2, 2))
         out = T.put(base, (0,), torch.tensor([[1, 1]]), new, False)
@@ -373,7 +373,7 @@ class TestNormalForm:
         assert format_term(T.pick(out, 0, 3), 1).startswith("add(")
 
     def test_columns_of_several_slots(self):
-        """A product with the gathered weights of all slots side by side: one slot's is that with its own expert's."""
+        """Split a product with the gathered weights of all slots into one product per slot."""
         T = Terms()
         x, w = T.make("param", ("x",), (4, 3)), T.make("param", ("w",), (5, 3, 2))
         chosen = torch.tensor([[[0, 3], [4, 1], [2, 2], [1, 0]]])  # [1, T, K]
