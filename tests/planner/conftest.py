@@ -1,4 +1,4 @@
-"""Tests of the planner's results for models: equal blocks are proven once."""
+"""Tests of the planner's results for models, which prove equal blocks once."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def _proofs_are_shared() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def large() -> tuple[Ranking, str, list[str]]:
     """Return the ranking, the page and the printed text of a model of 671 B on 1024 GPUs."""
-    told: list[str] = []
+    messages: list[str] = []
     ranking = plan("deepseek-v3", "frontier", 1024)
     with within(15):
-        text = render(ranking, told.append)
-    return ranking, text, told
+        text = render(ranking, messages.append)
+    return ranking, text, messages

@@ -1,4 +1,4 @@
-"""Parts of memory and time are complete, and counted once."""
+"""Parts of memory and time sum to the total."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ SHEETS = [
 ]
 
 
-def put_in(whole, expression):
-    """Over the quantities that the sheet is given."""
+def substitute(whole, expression):
+    """Substitute all formulas of the sheet, so that only its inputs remain."""
     for formula in reversed(list(whole)):
         expression = expression.subs(formula.symbol, formula.expression)
     return expression
@@ -37,10 +37,10 @@ def put_in(whole, expression):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("whole", "name"), SHEETS)
 def test_parts_are_the_whole(whole, name):
-    """As formulas: nothing remains."""
+    """Subtract all parts symbolically: nothing remains."""
     parts = split_sum(whole, name)
     assert len(parts) > 10
-    assert sympy.expand(put_in(whole, whole.formulas[name].symbol - sum(parts.values()))) == 0
+    assert sympy.expand(substitute(whole, whole.formulas[name].symbol - sum(parts.values()))) == 0
 
 
 @pytest.mark.parametrize(("whole", "name"), SHEETS)
@@ -80,7 +80,7 @@ def test_parts_of_a_ranking():
 
 
 def test_missing_shared_experts_have_no_part():
-    """Neither their rows nor their launches."""
+    """Count neither rows nor launches of missing shared experts."""
     platform, layout = dataclasses.replace(find_platform("h200"), dense_launch=1.0), Layout()
     for name, launches in (("olmoe-1b-7b", 1), ("deepseek-v3", 4)):
         found = find_step_sheet(layout, platform, True)(**given_of(find_model(name), layout, platform, True))
@@ -88,7 +88,7 @@ def test_missing_shared_experts_have_no_part():
 
 
 def test_sums_are_expanded():
-    """Sums, through factors; no products, no sums of another unit, no terms of two results."""
+    """Expand sums and their factors, but no products, sums of another unit, or terms of two results."""
     n, a, b, X, Y, Z = quantities("n a b X Y Z")
     made = Sheet(
         [

@@ -1,4 +1,4 @@
-"""The shipped models have the parameters that their makers publish."""
+"""Shipped models have the published numbers of parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moefx.planner.architecture import Architecture, Attention
 from moefx.planner.catalogue import MODELS, find_model
 
 RELEASED = [model for model in MODELS.values() if not model.name.startswith("x-moe")]
-# Active parameters that are published for something else, and what they are then.
+# Published active parameters of other definitions, with their formulas.
 OTHERWISE = {
     "gpt-oss-20b": lambda m: m.parameters(m.top_k) - m.vocab_size * m.hidden_size,  # without the embedding
     "gpt-oss-120b": lambda m: m.parameters(m.top_k) - m.vocab_size * m.hidden_size,
@@ -37,7 +37,7 @@ def test_parameters_equal_the_published_totals(model):
     ],
 )
 def test_x_moe_table_3(name, total, active):
-    """Exact in its own convention: two matrices, every layer with experts, "B" is 2^30, no routers."""
+    """Match the table exactly in its convention: two matrices, experts in every layer, "B" = 2^30, no routers."""
     model = find_model(name)
     routers = model.num_layers * model.hidden_size * model.num_experts
     assert round((model.parameters() - routers) / 2**30, 1) == total
@@ -48,14 +48,14 @@ def test_x_moe_table_3(name, total, active):
     ("name", "total"), [("x-moe-small", 14.9), ("x-moe-medium", 81.5), ("x-moe-large", 299.4), ("x-moe-super", 812.3)]
 )
 def test_x_moe_table_3_with_gates(name, total):
-    """What the same sizes would be with SwiGLU experts: half as much again, so not what the table counts."""
+    """Show that SwiGLU experts would have half as many parameters more than the table counts."""
     model = find_model(name)
     routers = model.num_layers * model.hidden_size * model.num_experts
     assert round((model.replace(matrices=3).parameters() - routers) / 2**30, 1) == total
 
 
 def test_a_trillion_by_experts():
-    """Piper section VII.D: 1.7 T on 1024 GPUs, which takes experts of two matrices; three give 2.58 T."""
+    """Match 1.7 T on 1024 GPUs of Piper section VII.D with experts of two matrices; three give 2.58 T."""
     m10b = Architecture(
         name="m10b", hidden_size=5120, num_layers=32, num_moe_layers=32,
         attention=Attention(num_heads=40, num_kv_heads=40, head_size=128), num_experts=256, top_k=2,
@@ -66,9 +66,9 @@ def test_a_trillion_by_experts():
     assert m10b.replace(matrices=3).parameters() == pytest.approx(2.58e12, rel=0.005)
 
 
-# Sizes of the catalogue that a configuration of transformers has under its own names, fewer layers and a small
-# vocabulary put in: the modules themselves are counted.
-def _deepseek(m):
+# Sizes of the catalogue as configurations of transformers, with fewer layers and a small vocabulary, to count the
+# parameters of the modules.
+def _configure_deepseek(m):
     a = m.attention
     return dict(
         q_lora_rank=a.query_rank, kv_lora_rank=a.kv_rank, qk_rope_head_dim=a.rope_size,
@@ -79,8 +79,8 @@ def _deepseek(m):
 
 
 CLASSES = {
-    "deepseek-v2": ("DeepseekV2", _deepseek),
-    "deepseek-v3": ("DeepseekV3", _deepseek),
+    "deepseek-v2": ("DeepseekV2", _configure_deepseek),
+    "deepseek-v3": ("DeepseekV3", _configure_deepseek),
     "mixtral-8x7b": ("Mixtral", lambda m: dict(intermediate_size=m.expert_size, num_local_experts=m.num_experts)),
     "qwen3-30b-a3b": ("Qwen3Moe", lambda m: dict(moe_intermediate_size=m.expert_size, num_experts=m.num_experts)),
     "olmoe-1b-7b": ("Olmoe", lambda m: dict(intermediate_size=m.expert_size, num_experts=m.num_experts)),
@@ -91,9 +91,9 @@ CLASSES = {
 @pytest.mark.hf
 @pytest.mark.parametrize("name", CLASSES)
 def test_against_the_modules(name):
-    """To the last norm."""
+    """Match the modules of transformers exactly."""
     transformers = pytest.importorskip("transformers")
-    kind, more = CLASSES[name]
+    kind, make_options = CLASSES[name]
     model = find_model(name)
     model = model.replace(num_layers=2, num_moe_layers=min(model.num_moe_layers, 2), vocab_size=96)
     if model.dense_size:
@@ -102,7 +102,7 @@ def test_against_the_modules(name):
         hidden_size=model.hidden_size, num_hidden_layers=2, vocab_size=96, pad_token_id=None, bos_token_id=None,
         eos_token_id=None, num_attention_heads=model.attention.num_heads,
         num_key_value_heads=model.attention.num_kv_heads, head_dim=model.attention.head_size,
-        num_experts_per_tok=model.top_k, **more(model),
+        num_experts_per_tok=model.top_k, **make_options(model),
     )  # fmt: skip
     with torch.device("meta"):
         built = getattr(transformers, f"{kind}ForCausalLM")(config)

@@ -1,4 +1,4 @@
-"""The first entry of a ranking takes as long as its simulation says, for every schedule."""
+"""The first entry of a ranking takes as long as its simulation, for every schedule."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2")
 PLATFORMS = ("frontier", "dgx-h100", "h200", "mi300x", "a100-40gb")
 
 
-def _random_ranking(seed: int) -> Ranking | None:
-    """A ranking of random sizes, None if nothing fits."""
+def _draw_ranking(seed: int) -> Ranking | None:
+    """Return a ranking of random sizes, or None if nothing fits."""
     rng = random.Random(seed)
     schedules = rng.choice([(schedule,) for schedule in SCHEDULES] + [SCHEDULES])
     num_ranks, batch = rng.choice([8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024]), rng.choice([64, 256, 512, 1024])
@@ -30,7 +30,7 @@ def _random_ranking(seed: int) -> Ranking | None:
 @pytest.mark.sampled(80)
 @pytest.mark.parametrize("seed", range(320))
 def test_the_first_entry_of_a_random_ranking(seed):
-    if (ranking := _random_ranking(seed)) is None:
+    if (ranking := _draw_ranking(seed)) is None:
         pytest.skip("nothing fits")
     assert ranking.simulate(0).ratio == pytest.approx(1, abs=0.1)
 

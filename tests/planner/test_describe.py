@@ -1,4 +1,4 @@
-"""Architectures of real models: every parameter is counted, and sizes are those of the modules."""
+"""Architectures of real models: all parameters are counted, and sizes equal those of the modules."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ..blocks import D, E, Gated, H, K, Loop, Mlp
 from ..distributed.models import Model
 
 
-def count(model: nn.Module) -> int:
+def count_parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
 class Decoder(nn.Module):
-    """A plain decoder: attention of four heads, every other layer with experts."""
+    """Plain decoder with four attention heads and experts in every other layer."""
 
     def __init__(self, layers: int = 4, d: int = 32, expert: type = Gated):
         super().__init__()
@@ -59,19 +59,19 @@ def test_sizes_of_a_plain_model_are_found(device, expert, matrices):
     assert (found.hidden_size, found.num_experts, found.top_k, found.expert_size) == (D, E, K, H)
     assert (found.matrices, found.num_layers, found.num_moe_layers, found.vocab_size) == (matrices, 4, 2, 64)
     assert (found.attention.num_heads, found.is_tied, found.num_other) == (2, False, 0)
-    # the FFN of the other layers is counted as a whole number of hidden units
-    assert found.parameters() == pytest.approx(count(model), abs=2 * matrices * D)
+    # the FFN of the other layers is counted in whole hidden units
+    assert found.parameters() == pytest.approx(count_parameters(model), abs=2 * matrices * D)
 
 
 def test_tied_and_without_lists():
     model = nn.Sequential(nn.Embedding(50, D), Loop(Gated))
     found = describe(model, (torch.zeros(9, dtype=torch.int64),))
     assert (found.vocab_size, found.is_tied, found.num_moe_layers) == (50, True, 1)
-    assert found.num_experts * found.expert_parameters() <= count(model[1])
+    assert found.num_experts * found.expert_parameters() <= count_parameters(model[1])
 
 
 class Narrow(nn.Module):
-    """Its embedding is narrower than its layers, of which two are the same."""
+    """Model with an embedding narrower than its layers, two of which share a module."""
 
     def __init__(self):
         super().__init__()
@@ -101,19 +101,19 @@ PIECES = {
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("piece", PIECES)
 def test_parts_of_models_are_counted(piece):
-    """Norms of a decoder are not taken from what is not there."""
+    """Count norms of a decoder only if they exist."""
     make, example, expected = PIECES[piece]
     model = make()
     found = describe(model, (example,))
     assert (found.num_other, found.vocab_size) == expected and found.norms == found.attention.num_extra == 0
-    assert found.parameters() == count(model) and found.source != "the modules of "
+    assert found.parameters() == count_parameters(model) and found.source != "the modules of "
     ranking = moefx.plan(model, "h200", 1, batch=1, example_inputs=(example,))
-    assert (ranking[0].step["T_logits"] > 0) == (found.vocab_size > 0)  # nor time for logits that are not there
+    assert (ranking[0].step["T_logits"] > 0) == (found.vocab_size > 0)  # no time for missing logits either
     assert ranking.simulate().ratio == pytest.approx(1, abs=1e-6)
 
 
 class Layer(nn.Module):
-    """Experts behind an attention that names no heads, or behind none."""
+    """Layer with experts after attention without named heads, or without attention."""
 
     def __init__(self, attend=None):
         super().__init__()
@@ -137,7 +137,7 @@ def test_attention_without_named_heads_is_counted(attend):
 
 
 def test_no_attention_is_charged_to_a_model_without():
-    """A router's softmax is none."""
+    """Do not count a router's softmax as attention."""
     ranking = moefx.plan(Layer(), "h200", 4, batch=4, example_inputs=(torch.zeros(9, D),))
     entry = next(entry for entry in ranking if entry.layout.tp > 1)
     step, model = entry.step, ranking.model
@@ -164,7 +164,7 @@ def test_models_without_blocks_are_refused():
 
 
 class Memory(nn.Module):
-    """Values that scores choose: no embedding of tokens, though it is one of torch's."""
+    """Memory of values that scores select: its embedding embeds no tokens."""
 
     def __init__(self):
         super().__init__()
@@ -176,7 +176,7 @@ class Memory(nn.Module):
 
 
 class Dense(nn.Module):
-    """A language model without experts."""
+    """Language model without experts."""
 
     def __init__(self):
         super().__init__()
@@ -214,13 +214,13 @@ def test_the_distributed_tests_model():
 @pytest.mark.hf
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "DeepseekV3", "GptOss", "Olmoe", "Qwen2Moe"])
 def test_transformers(name):
-    """To the last parameter, of models on the meta device."""
+    """Count all parameters of models on the meta device exactly."""
     transformers = pytest.importorskip("transformers")
     config = getattr(transformers, f"{name}Config")(num_hidden_layers=5)
     with torch.device("meta"):
         model = getattr(transformers, f"{name}ForCausalLM")(config)
     found = describe(model)
-    assert found.parameters() == count(model)
+    assert found.parameters() == count_parameters(model)
     assert found.num_layers == 5 and found.top_k == config.num_experts_per_tok
     assert found.attention.num_heads == config.num_attention_heads
-    assert found.expert_bias == (name == "GptOss")  # spread with the experts, not with the router
+    assert found.expert_bias == (name == "GptOss")  # sharded with the experts, not with the router

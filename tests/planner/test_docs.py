@@ -1,4 +1,4 @@
-"""The page on the planner runs as printed."""
+"""The page on the planner runs and prints the shown text."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_page_runs(capsys):
 
 
 def test_the_signature_is_the_one():
-    """Its arguments, in their order and with their defaults."""
+    """Show all arguments in order and with their defaults."""
     (text,) = re.findall(r"^moefx\.plan\((.*?)\) -> Ranking$", PAGE, re.M | re.S)
     parameters = inspect.signature(plan).parameters.values()
     shown = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters]
@@ -46,7 +46,7 @@ def test_platforms_are_named():
 
 @pytest.mark.parametrize("name", ["olmoe-1b-7b", "gpt-oss-20b", "mixtral-8x22b"])
 def test_simulated_seconds_are_those_of_the_table(name):
-    """To two units of the last digit: rates and formulas may change, and the table with them."""
+    """Match the table within two units of the last digit: rates and formulas may change, and the table with them."""
     (row,) = re.findall(rf"^\| {name} \| ([\w-]+), (\d+) \| ([\d ]+) \| ([\d.]+) \| ([\d.]+) \|$", PAGE, re.M)
     platform, ranks, division, without, skewed = row
     ranking = plan(name, platform, int(ranks))

@@ -1,4 +1,4 @@
-"""The platform that a process runs on."""
+"""Platform of the current process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def unnamed(monkeypatch):
     monkeypatch.delenv("MOEFX_PLATFORM", raising=False)
 
 
-def gpu(monkeypatch, name: str, memory: float) -> None:
+def fake_gpu(monkeypatch, name: str, memory: float) -> None:
     properties = types.SimpleNamespace(name=name, total_memory=memory)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
@@ -34,7 +34,7 @@ def gpu(monkeypatch, name: str, memory: float) -> None:
         ("NVIDIA A100-SXM4-80GB", "a100-40gb"),
         ("AMD Instinct MI300X", "mi300x"),
         ("AMD Instinct MI250X", "frontier"),
-        # other chips and boards, and slices
+        # other chips, boards and slices
         ("NVIDIA GH200 480GB", None),
         ("NVIDIA H100 PCIe", None),
         ("NVIDIA H200 NVL", None),
@@ -50,7 +50,7 @@ def test_devices_are_recognised_by_their_names(device, platform):
 
 
 def test_a_gpu_has_its_own_memory_and_nodes(monkeypatch):
-    gpu(monkeypatch, "NVIDIA H200", 100e9)
+    fake_gpu(monkeypatch, "NVIDIA H200", 100e9)
     here = find_local_platform("cuda", 4)
     assert here.is_known and here.why == "recognised by 'NVIDIA H200'"
     assert here.platform.memory_bytes == 100e9 and here.platform.peak == find_platform("h200").peak
@@ -59,14 +59,14 @@ def test_a_gpu_has_its_own_memory_and_nodes(monkeypatch):
 
 @pytest.mark.parametrize("node", [1, 8, 16, 32, 64])
 def test_nodes_of_any_size(monkeypatch, node):
-    """Units that are not larger than a node are none."""
-    gpu(monkeypatch, "AMD Instinct MI250X", 64e9)
+    """Omit units that are not larger than a node."""
+    fake_gpu(monkeypatch, "AMD Instinct MI250X", 64e9)
     networks = find_local_platform("cuda", node).platform.networks
     assert [n.ranks for n in networks] == [node, *(r for r in (32, 256) if r > node), 0]
 
 
 def test_unknown_devices_have_their_memory_and_a_note(monkeypatch):
-    gpu(monkeypatch, "NVIDIA B300", 288e9)
+    fake_gpu(monkeypatch, "NVIDIA B300", 288e9)
     here = find_local_platform("cuda", 8)
     assert not here.is_known and here.platform.memory_bytes == 288e9
     assert here.why.startswith("no figures for 'NVIDIA B300': those of dgx-h100 compare layouts")

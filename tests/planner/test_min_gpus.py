@@ -1,4 +1,4 @@
-"""Rankings without a fitting layout: reasons by kind, and the number of GPUs that it would take."""
+"""Rankings without a fitting layout: reasons by kind, and the required number of GPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..pace import within
 
 
 def test_the_smallest_number_of_gpus():
-    """Its half has nothing that fits, by searches of their own."""
+    """Half the number fits no layout in a separate search."""
     found = find_min_gpus(ranking := plan("mixtral-8x22b", "a100-40gb", 8))
     assert found and found.entry and found.nearest is None
     assert found.num_ranks == 64 == found.entry.layout.num_ranks
@@ -42,7 +42,7 @@ def test_the_limiting_term_is_named_if_no_number_fits():
 
 
 def test_the_search_reports_untried_numbers():
-    """Six doublings that have room for the states are looked at, more would take long."""
+    """Search six doublings with memory for the states; more would take long."""
     ranking = plan("mixtral-8x22b", "a100-40gb", 32, tokens=2**20)
     found = find_min_gpus(ranking)
     assert found and found.num_ranks == 64 * 2**5 and not found.is_all
@@ -95,7 +95,7 @@ def test_no_number_divides():
 
 
 def test_reasons_are_by_kind():
-    """A line for all sizes that do not fit, with how many there are and which lacks least."""
+    """Print one line for all sizes that do not fit, with their number and the closest one."""
     ranking = plan("deepseek-v3", "a100-40gb", 8)
     short = [r for r in ranking.rejected if r.lacking]
     nearest = min(short, key=lambda r: r.lacking)
@@ -109,5 +109,5 @@ def test_reasons_are_by_kind():
 
 def test_a_kind_of_many_sizes_is_shortened():
     ranking = plan("kimi-k2", "frontier", 768)
-    (what,) = [what for what, why in ranking.reasons() if why.startswith("crosses the node")]
-    assert what == ", ".join(f"TP={n}" for n in (12, 16, 24, 32, 48, 64, 96, 128, 192)) + ", ... (2 more), TP=768"
+    (sizes,) = [sizes for sizes, why in ranking.reasons() if why.startswith("crosses the node")]
+    assert sizes == ", ".join(f"TP={n}" for n in (12, 16, 24, 32, 48, 64, 96, 128, 192)) + ", ... (2 more), TP=768"

@@ -1,4 +1,4 @@
-"""transformers configs: models of any size, and errors for sizes that contradict each other."""
+"""transformers configs: models of any size, and errors for contradicting sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EIGHT = ("h200", 8)
 
 
 def test_a_config():
-    """No module at hand: it is made on the meta device, weights of any size or none."""
+    """Plan a config without a module: the planner builds it on the meta device."""
     config = transformers.Qwen3MoeConfig(num_hidden_layers=3)
     with torch.device("meta"):
         model = transformers.Qwen3MoeForCausalLM(config)
@@ -32,8 +32,8 @@ def test_a_config():
         moefx.plan(transformers.LlamaConfig(num_hidden_layers=1), *EIGHT)
 
 
-def saved(path, config, **changes):
-    """A config on disk, with other values, or without those that are None."""
+def save_config(path, config, **changes):
+    """Save a config with other values, or without those that are None."""
     config.save_pretrained(path)
     values = json.loads((path / "config.json").read_text()) | changes
     (path / "config.json").write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
@@ -41,7 +41,7 @@ def saved(path, config, **changes):
 
 
 def test_the_command_takes_a_config_file(tmp_path, capsys, recwarn):
-    path = saved(tmp_path, transformers.OlmoeConfig(num_hidden_layers=2))
+    path = save_config(tmp_path, transformers.OlmoeConfig(num_hidden_layers=2))
     assert cli.main(["plan", path, "--platform", "h200", "--gpus", "2", "--batch", "8", "--no-page"]) == 0
     assert "OlmoeForCausalLM on 2 x NVIDIA H200" in capsys.readouterr().out
     assert not [w for w in recwarn if "does not say all sizes" in str(w.message)]
@@ -51,13 +51,13 @@ def test_the_command_takes_a_config_file(tmp_path, capsys, recwarn):
 
 
 def test_sizes_that_a_file_does_not_have(tmp_path):
-    """transformers takes its own for them, those of some model."""
+    """Warn about sizes that transformers replaces by defaults."""
     config = transformers.MixtralConfig(num_hidden_layers=2)
-    path = saved(tmp_path, config, num_local_experts=None, hidden_size=None, num_key_value_heads=None)
+    path = save_config(tmp_path, config, num_local_experts=None, hidden_size=None, num_key_value_heads=None)
     with pytest.warns(UserWarning, match="hidden_size=4096, num_local_experts=8 are defaults of MixtralConfig"):
         load_config(path)
-    if "num_experts" in config.attribute_map:  # another name of the same
-        saved(tmp_path, config, num_local_experts=None, num_experts=8)
+    if "num_experts" in config.attribute_map:  # another name for the same field
+        save_config(tmp_path, config, num_local_experts=None, num_experts=8)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             load_config(path)
@@ -78,7 +78,7 @@ DO_NOT_GO_TOGETHER = {
 
 @pytest.mark.parametrize("case", DO_NOT_GO_TOGETHER)
 def test_sizes_that_do_not_go_together(case):
-    """The field is named, and not example inputs, which nobody gave."""
+    """Name the field instead of example inputs, which the user did not pass."""
     name, sizes, message = DO_NOT_GO_TOGETHER[case]
     config = getattr(transformers, f"{name}Config")(num_hidden_layers=4)
     for field, value in sizes.items():

@@ -1,4 +1,4 @@
-"""The papers' numbers from their formulas; names of tests state where a paper contradicts itself."""
+"""Numbers of the papers from their formulas. Test names state contradictions within a paper."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ GIB = 2**30
 M10B = dict(d_model=5120, d_ffn=20480, L=32, k=2, E=16, H=40, s=4096, b=32)
 
 
-def piper(**more):
-    return PIPER(**dict(M10B, EP=1, PP=1, M=1, i=0, B_NIC=25e9, g=8) | more)
+def evaluate_piper(**changes):
+    return PIPER(**dict(M10B, EP=1, PP=1, M=1, i=0, B_NIC=25e9, g=8) | changes)
 
 
 class TestPiper:
     def test_table_3_gives_equation_1(self):
-        found = piper()
+        found = evaluate_piper()
         assert found["M_u"] == 32 * (found["M_attention"] + found["M_experts"])
 
     def test_equations_1_to_4_are_one(self):
-        """Each with the parallelism of the next left out."""
-        found = piper()
+        """Reduce each equation to the previous one without its parallelism."""
+        found = evaluate_piper()
         assert found["M_u"] == found["M_edp"] == found["M_gpipe"] == found["M_1f1b"]
-        assert piper(EP=8, PP=4, M=4)["M_gpipe"] == piper(EP=8)["M_edp"] / 4
+        assert evaluate_piper(EP=8, PP=4, M=4)["M_gpipe"] == evaluate_piper(EP=8)["M_edp"] / 4
 
     def test_equation_5_is_the_difference_of_stages(self):
-        first, last = (piper(EP=8, PP=8, M=16, i=i) for i in (0, 7))
+        first, last = (evaluate_piper(EP=8, PP=8, M=16, i=i) for i in (0, 7))
         assert first["M_1f1b"] - last["M_1f1b"] == pytest.approx(first["Delta_M"])
 
     def test_the_first_stage_holds_pp_times_the_last(self):
-        """The text below equation 5 says PP - 1 times; by equation 4 it is PP times, PP - 1 times more."""
+        """By equation 4 the first stage holds PP times as much. The text below equation 5 has PP - 1 times."""
         states = 32 / 8 * (64 * 5120**2 + 48 * 16 / 8 * 5120 * 20480)
-        first, last = (piper(EP=8, PP=8, M=16, i=i)["M_1f1b"] - states for i in (0, 7))
+        first, last = (evaluate_piper(EP=8, PP=8, M=16, i=i)["M_1f1b"] - states for i in (0, 7))
         assert first == pytest.approx(8 * last)
 
     def test_a_parameter_has_16_bytes(self):
-        """Section III.A.1, and tables III and IV; the introduction says about 20."""
-        states = piper()["M_u"] - 32 * (
+        """Section III.A.1 and tables III and IV have 16 bytes; the introduction says about 20."""
+        states = evaluate_piper()["M_u"] - 32 * (
             12 * 32 * 4096 * 5120 + 4 * 40 * 32 * 4096**2 + 4 * 32 * 4096 * (3 * 20480 + 5120)
         )
         assert states == 16 * 32 * (4 * 5120**2 + 16 * 3 * 5120 * 20480)
@@ -57,14 +57,14 @@ class TestPiper:
         ],
     )
     def test_table_4_mixes_gb_and_gib(self, name, E, d, h, printed, unit):
-        """All "GB"; the first row is in 10^9 bytes, the others in 2^30."""
-        found = piper(E=E, d_model=d, d_ffn=h)["M_migration"]
+        """The column is in "GB": the first row in 10^9 bytes, the others in 2^30."""
+        found = evaluate_piper(E=E, d_model=d, d_ffn=h)["M_migration"]
         assert found / unit == pytest.approx(printed, abs=0.01)
         other = GIB if unit == 1e9 else 1e9
         assert abs(found / other - printed) > 0.05
 
     def test_table_4_has_glam_in_neither(self):
-        found = piper(E=64, d_model=8192, d_ffn=32768)["M_migration"]
+        found = evaluate_piper(E=64, d_model=8192, d_ffn=32768)["M_migration"]
         assert round(found / 1e9, 2) == 103.08 and found / GIB == 96  # printed: 102.88
 
     def test_table_4_divides_by_50_of_either(self):
@@ -74,7 +74,7 @@ class TestPiper:
 class TestXMoe:
     @pytest.mark.parametrize("fine", [1, 8])
     def test_tables_1_and_2(self, fine):
-        """M_spec has the same parameters, and m times the dispatched and combined rows; what lies between is alike."""
+        """M_spec has as many parameters, m times as many dispatched and combined rows, and equal rows in between."""
         base = find_model("x-moe-large").replace(num_experts=16, top_k=1, expert_size=16384)
         spec = base.replace(num_experts=16 * fine, top_k=fine, expert_size=16384 // fine)
         assert spec.expert_parameters() * spec.num_experts == 2 * 16 * 16384 * 7168
@@ -85,7 +85,9 @@ class TestXMoe:
         assert other["A_interm"] == one["A_interm"] == 2 * 2 * 4096 * 16384
 
     def test_table_4(self):
-        """Of the Large model: 1.125 "GB" are GiB, without capacity or metadata. Each system by what it keeps."""
+        """Match the Large model, whose 1.125 "GB" are GiB, without capacity or metadata, by the saved tensors of each
+        system.
+        """
         large = find_model("x-moe-large")
         theory = X_MOE(k=8, S=4096, H=7168, H_FFN=2048, c=1, G=2)["A_theory"]
         assert theory / GIB == 1.125
@@ -94,7 +96,7 @@ class TestXMoe:
             name: sum(found[part] for part in ("A_dispatch", "A_interm", "A_combine", "A_mask")) / GIB
             for name, found in rows.items()
         }
-        assert kept["x-moe"] == 1.125  # measured there: 1.21
+        assert kept["x-moe"] == 1.125  # measured: 1.21
         assert kept["tutel"] == pytest.approx(1.95, abs=0.01)  # measured
         assert kept["deepspeed-moe"] == pytest.approx(2.81, abs=0.01)  # measured
         assert kept["h"] < kept["x-moe"] < kept["tutel"] < kept["deepspeed-moe"]
@@ -126,7 +128,7 @@ class TestMoEBlaze:
         ("matrices", "rows"), [(3, {128: 1766, 512: 6918, 2048: 27528}), (2, {128: 1238, 512: 4854, 2048: 19320})]
     )
     def test_table_2_grows_as_the_saved_bytes(self, matrices, rows):
-        """X, the outputs, K rows of F for each tensor, ERI arrays. F is not given: the next test says 2d."""
+        """Sum X, the outputs, K rows of F per tensor, and ERI arrays. The next test derives F = 2d."""
         model = find_model("x-moe-small").replace(
             hidden_size=256, num_experts=128, top_k=4, expert_size=512, matrices=matrices
         )
@@ -137,15 +139,16 @@ class TestMoEBlaze:
             assert predicted == pytest.approx(slope, rel=0.02)
 
     def test_gates_cost_one_more_tensor(self):
-        """What lies between the two kinds of table 2 is a tensor of K * F elements, to 1 %: its MB are MiB."""
+        """The two kinds of table 2 differ by a tensor of K * F elements, within 1 %: its MB are MiB."""
         with_gate, without = ((6918 - 1766) * 2**20 / 393216, (4854 - 1238) * 2**20 / 393216)
         assert with_gate - without == pytest.approx(2 * 4 * 512, rel=0.01)
 
 
 def test_memory_equals_pipers_formula():
-    """States: 16 bytes for each of Piper's parameters, and the router's, which it leaves out."""
+    """States take 16 bytes per parameter of Piper and of the router, which Piper omits."""
     model = find_model("x-moe-small").replace(matrices=3, norms=0)
     layout = Layout(zero=0)
     found = MEMORY(**layout.values(model), M_fw=0)["M_states"]
-    theirs = PIPER(**M10B | dict(d_model=2048, d_ffn=1408, E=64, L=28, b=0, EP=1, PP=1, M=1, i=0, B_NIC=1, g=1))["M_u"]
-    assert found == theirs + 16 * 28 * 2048 * 64
+    sizes = dict(d_model=2048, d_ffn=1408, E=64, L=28, b=0, EP=1, PP=1, M=1, i=0, B_NIC=1, g=1)
+    expected = PIPER(**M10B | sizes)["M_u"]
+    assert found == expected + 16 * 28 * 2048 * 64

@@ -1,4 +1,4 @@
-"""Colours of parts on the pages of several plans, and labels that fit."""
+"""Colors of parts on the pages of several plans, and labels that fit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moefx.planner.scaling import search_scaling
 PLANS = [
     (("olmoe-1b-7b", "a100-40gb", 4), {"batch": 16, "tokens": 512}),
     pytest.param((("mixtral-8x7b", "a100-40gb", 20), {"batch": 20}), marks=pytest.mark.exhaustive),
-    (("deepseek-v3", "frontier", 1024), None),  # the one of `large`
+    (("deepseek-v3", "frontier", 1024), None),  # the ranking of `large`
 ]
 
 
@@ -36,7 +36,7 @@ def page(ranking, large):
 
 
 def read_legends(page: str) -> list[dict[str, str]]:
-    """The colour of each label in the legends of a page's plots with bars."""
+    """Return the color of each label in the legends of a page's bar plots."""
     found = []
     for data in re.findall(r'src="data:image/svg\+xml;base64,([A-Za-z0-9+/=]+)"', page):
         svg = base64.b64decode(data).decode()
@@ -68,7 +68,7 @@ def test_all_parts_of_a_plot_have_different_colours():
 
 
 def list_cut_texts(figure) -> list[str]:
-    """Texts of a figure that stick out of it."""
+    """Return texts that extend beyond a figure."""
     from matplotlib.text import Text
 
     figure.draw_without_rendering()

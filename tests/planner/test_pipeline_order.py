@@ -1,4 +1,4 @@
-"""The order of a pipeline's events, and the share of the time that stages wait."""
+"""Order of a pipeline's events, and the share of time that stages wait."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moefx.planner.pipeline_order import compute_waiting_share
 @pytest.mark.parametrize("forward, weights", [(1 / 3, 1 / 3), (0.4, 0.2), (0.25, 0.25), (0.5, 0.0)])
 @pytest.mark.parametrize("stages", [2, 5, 8])
 def test_shares_of_many_micro_batches(forward, weights, stages):
-    """F + B of 1F1B, F + B - W of H1 (arXiv 2401.10241 section 2.1), to the rounding of shares."""
+    """Wait for F + B in 1F1B and F + B - W in H1 (arXiv 2401.10241 section 2.1), except for rounding."""
     backward = 1 - forward - weights
     assert compute_waiting_share("1f1b", stages, 64, forward, weights) == pytest.approx(1, abs=0.02)
     h1 = compute_waiting_share("zb-h1", stages, 64, forward, weights)

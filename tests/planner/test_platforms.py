@@ -18,8 +18,8 @@ def test_every_figure_has_a_source(platform):
     known = {field.name: field.default for field in dataclasses.fields(platform)}
     figures = {"memory_bytes", "peak", "memory_bandwidth", "matmul_efficiency", "attention_efficiency", "fast_domain"}
     figures |= {"expert_gemm", "expert_rows", "expert_weights", "expert_launch", "overhead"}
-    told = {name for name in figures if getattr(platform, name) != known[name]}
-    assert told <= platform.sources.keys() and all(network.source for network in platform.networks)
+    stated = {name for name in figures if getattr(platform, name) != known[name]}
+    assert stated <= platform.sources.keys() and all(network.source for network in platform.networks)
 
 
 @ALL
@@ -92,7 +92,10 @@ def test_units_without_a_limit_are_the_largest():
 
 
 def test_as_many_levels_as_links_differ():
-    """Three: nodes of 4, switches of 16, and all. Switches with the links of the level above are no level."""
+    """Build three levels:
+
+    nodes of 4, switches of 16, and all. A switch with the links of the level above is no level.
+    """
     networks = Network("node", 4, 8e9), Network("switch", 16, 4e9), Network("all", 0, 1e9)
     tree = dataclasses.replace(find_platform("h200"), networks=networks)
     assert [n.name for n in tree.levels(64)[1]] == ["all", "switch", "node"]
@@ -104,6 +107,6 @@ def test_as_many_levels_as_links_differ():
 
 
 def test_the_slowest_level_of_an_even_exchange():
-    """Of 16 ranks in 2 nodes 8 of 15 bytes leave the node: with links a tenth as fast these take the time."""
+    """Exchange 8 of 15 bytes of 16 ranks in 2 nodes between the nodes, whose slower links take all the time."""
     assert combine_links((2, 8), ((1e-3, 10e-9), (1e-6, 1e-9))) == pytest.approx((1e-3, 10e-9 * 8 / 15))
     assert combine_links((8,), ((0.0, 1e-9),)) == pytest.approx((0.0, 1e-9))

@@ -1,4 +1,4 @@
-"""The page: complete, in one file, escaped, with or without pictures."""
+"""Pages of rankings: complete, in one file, escaped, with or without pictures."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def small():
 def without_matplotlib(monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # `import matplotlib` fails
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # makes `import matplotlib` fail
 
 
 def is_well_formed(text):
-    """HTML's shorthands aside a page's body is XML: every element is closed, every text is escaped."""
+    """Return whether the body is XML without HTML's shorthands: all elements closed, all text escaped."""
     body = text[text.index("<section") : text.index("</section>") + len("</section>")]
     body = body.replace("<details open>", "<details>")
     body = re.sub(r"(<img [^>]*)>", r"\1/>", re.sub(r"class=(\w+)", r'class="\1"', body))
@@ -45,7 +45,7 @@ def is_well_formed(text):
     return True
 
 
-def cells_of(text):
+def read_cells(text):
     return re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", text)
 
 
@@ -76,7 +76,7 @@ def test_every_result_is_on_the_page(large):
 
 
 def test_numbers_of_pictures_are_on_the_page(small):
-    cells = cells_of(render(small))
+    cells = read_cells(render(small))
     assert amount(small[0].memory["M_optimizer"], "B") in cells
     assert amount(small[0].step["T_optimizer"], "s") in cells
     for cell in build_layout_grid(small).cells.values():
@@ -88,8 +88,8 @@ def test_numbers_of_pictures_are_on_the_page(small):
 
 
 def test_long_work_reports_progress(large):
-    _, _, told = large
-    assert len(told) > 10 and "strong scaling: 1024 sequences on 2048 GPUs" in told
+    _, _, messages = large
+    assert len(messages) > 10 and "strong scaling: 1024 sequences on 2048 GPUs" in messages
 
 
 def test_efficiency_is_that_of_the_first_that_fits(without_matplotlib):
@@ -97,12 +97,12 @@ def test_efficiency_is_that_of_the_first_that_fits(without_matplotlib):
     text = render(ranking)
     strong = search_scaling(ranking, False)
     ideal = strong[2].best.seconds / 2
-    assert "100%" in cells_of(text) and f"{ideal / strong[3].best.seconds:.0%}" in cells_of(text)
+    assert "100%" in read_cells(text) and f"{ideal / strong[3].best.seconds:.0%}" in read_cells(text)
     assert f"does not fit: {amount(strong[0].lacking, 'B')} too much" in text
 
 
 def test_labels_distinguish_layouts(large):
-    """Those whose sizes are alike differ in how rows travel, in micro-batches, ..."""
+    """Distinguish layouts of equal sizes by dispatch, micro-batches, ..."""
     _, text, _ = large
     heads = re.findall(r"<th[^>]*>(\d+: PP[^<]*)</th>", text)
     names = [re.sub(r"^\d+: ", "", head) for head in heads]
@@ -128,7 +128,7 @@ def test_the_page_without_matplotlib_lacks_pictures_only(small, without_matplotl
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "<img" not in text and "No pictures" in text and INSTALL in text and is_well_formed(text)
     assert text.count("<details open>") == 5 and "M_gpu = " in text
-    assert amount(small[0].memory["M_optimizer"], "B") in cells_of(text)
+    assert amount(small[0].memory["M_optimizer"], "B") in read_cells(text)
 
 
 def test_pictures_change_nothing_else(small, monkeypatch):
@@ -137,11 +137,11 @@ def test_pictures_change_nothing_else(small, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     without = render(small)
     assert with_them != without
-    assert cells_of(with_them) == cells_of(without)
+    assert read_cells(with_them) == read_cells(without)
 
 
 def test_the_page_without_a_candidate():
-    """A prime number of ranks: more than stages, more than a node, and no part of the batch."""
+    """Plan a prime number of ranks, which divides neither stages, nor nodes, nor the batch."""
     text = render(plan("olmoe-1b-7b", "h200", 1009, batch=3))
     assert "0 layouts fit" in text and "does not divide the batch" in text and is_well_formed(text)
 
@@ -175,21 +175,21 @@ def test_figures_are_measured_or_printed():
 
 
 def test_fitted_rates_are_not_called_measured():
-    """Two of the H200's are four times what its memory can do."""
+    """Mark fitted rates: two of the H200's exceed its memory bandwidth four times."""
     text = render_assumptions(find_model("olmoe-1b-7b"), PLATFORMS["h200"])
     (measured,), (fitted,) = (
         re.findall(rf"{what}: (.*?)\.</li>", text) for what in ("Measured", "fitted to measured times")
     )
     assert set(fitted.split(", ")) == set(FITTED) and not set(FITTED) & set(measured.split(", "))
     assert "can be above memory_bandwidth" in text
-    shown = cells_of(render_sources(PLATFORMS["h200"]))
+    shown = read_cells(render_sources(PLATFORMS["h200"]))
     assert shown[shown.index("expert_weights") + 2].startswith("fitted to measured times: ")
     nothing_adds = dataclasses.replace(PLATFORMS["h200"], expert_rows=FREE)
-    assert "adds no time" in cells_of(render_sources(nothing_adds))
+    assert "adds no time" in read_cells(render_sources(nothing_adds))
 
 
 def test_every_figure_has_its_unit_and_source():
-    shown = cells_of(render_sources(MIXED))
+    shown = read_cells(render_sources(MIXED))
     for cell in ("139 GiB", "989 TFLOP/s", "4.8 TB/s", "7.773 TB/s", "22.9 us", "312 GB/s", "18 us", "1e-12 s/B"):
         assert cell in shown
     for figure, (value, source) in {
@@ -203,8 +203,8 @@ def test_every_figure_has_its_unit_and_source():
 
 @pytest.mark.parametrize("name", sorted(PLATFORMS))
 def test_units_of_shipped_figures(name):
-    """No figure of a platform is without the unit that readers need."""
-    shown = cells_of(render_sources(PLATFORMS[name]))
+    """Show each number of a platform with its unit."""
+    shown = read_cells(render_sources(PLATFORMS[name]))
     plain = {"matmul_efficiency", "attention_efficiency", "fast_domain"}
     for field in dataclasses.fields(PLATFORMS[name]):
         if isinstance(getattr(PLATFORMS[name], field.name), (int, float)) and field.name not in plain:
@@ -222,7 +222,7 @@ def test_the_command_writes_it(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("more", "files"),
+    ("options", "files"),
     [
         (["--no-page"], []),
         (["--page", "here.html"], ["here.html"]),
@@ -230,9 +230,9 @@ def test_the_command_writes_it(tmp_path, monkeypatch, capsys):
         (["--explain", "1", "--page", "here.html"], ["here.html"]),
     ],
 )
-def test_the_command_s_options(more, files, tmp_path, monkeypatch, capsys, without_matplotlib):
+def test_the_command_s_options(options, files, tmp_path, monkeypatch, capsys, without_matplotlib):
     monkeypatch.chdir(tmp_path)
-    assert cli.main([*SMALL, *more]) == 0
+    assert cli.main([*SMALL, *options]) == 0
     assert [path.name for path in tmp_path.iterdir()] == files
     assert ("page: " in capsys.readouterr().out) == bool(files)
 
@@ -248,7 +248,7 @@ def test_the_command_without_matplotlib(tmp_path, monkeypatch, capsys, without_m
 def test_a_page_that_cannot_be_written(tmp_path, capsys, without_matplotlib):
     assert cli.main([*SMALL, "--page", str(tmp_path / "missing" / "page.html")]) == 2
     printed = capsys.readouterr()
-    assert "layouts fit" in printed.out  # the table is there
+    assert "layouts fit" in printed.out  # the output has the table
     assert "cannot be written: No such file or directory; --page names another file" in printed.err
 
 

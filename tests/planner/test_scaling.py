@@ -1,4 +1,4 @@
-"""Scaling reports name the true cause of lost efficiency."""
+"""Scaling reports name the cause of lost efficiency."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moefx.util.unit_text import amount
 
 @pytest.fixture(scope="module")
 def ranking():
-    """Mixtral 8x22B on H100s: 32 of them have no room for the layout that is fastest on 128."""
+    """Plan Mixtral 8x22B on H100s: the fastest layout for 128 does not fit on 32."""
     return plan("mixtral-8x22b", "dgx-h100", 128)
 
 
@@ -26,21 +26,21 @@ def weak(ranking):
 
 def test_the_cause_of_more_than_ideal(ranking, weak):
     first, top = weak[0], max(weak, key=lambda point: point.of_ideal(weak[0]))
-    said = explain_above_ideal(ranking, weak)
+    x = explain_above_ideal(ranking, weak)
     assert top.of_ideal(first) == first.best.seconds / top.best.seconds > 1.1
-    assert f"{top.of_ideal(first):.0%} on {top.num_ranks} GPUs" in said
+    assert f"{top.of_ideal(first):.0%} on {top.num_ranks} GPUs" in x
     for best in (first.best, top.best):
-        assert best.short in said
+        assert best.short in x
     there = dataclasses.replace(top.best.layout, dp=top.best.layout.dp * first.num_ranks // top.num_ranks)
     needs = evaluate_memory(ranking.model, there, ranking.platform)["M_gpu"]
-    assert f"would need {amount(needs, 'B')} of a GPU's 80 GiB on 32 GPUs (optimizer states " in said
+    assert f"would need {amount(needs, 'B')} of a GPU's 80 GiB on 32 GPUs (optimizer states " in x
     experts = [
         compute_time_parts(ranking.model, ranking.platform, point.best.layout)["T_experts"]
         * point.num_ranks
         / point.batch
         for point in (first, top)
     ]
-    assert f"experts ({experts[0]:.3g} instead of {experts[1]:.3g})" in said
+    assert f"experts ({experts[0]:.3g} instead of {experts[1]:.3g})" in x
 
 
 def test_the_cause_is_a_size_that_does_not_divide(ranking):

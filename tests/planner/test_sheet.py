@@ -1,4 +1,4 @@
-"""Formulas are evaluated in order and shown with their numbers."""
+"""Sheets evaluate formulas in order and show them with their numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_sheet_computes_all_formulas_from_its_inputs():
 
 
 def test_whole_numbers_stay_whole():
-    """Bytes of large models do not fit a float's digits."""
+    """Compute bytes of large models as integers: floats have too few digits."""
     assert SHEET(a=2**60 + 1, b=1)["total"] == 2 * (2**60 + 1)
 
 

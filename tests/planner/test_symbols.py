@@ -1,4 +1,4 @@
-"""Every symbol of a shown formula is a result with its own formula, or has its meaning, unit and value below."""
+"""Each symbol of a shown formula is a result with its own formula, or has a meaning, a unit and a value."""
 
 from __future__ import annotations
 
@@ -32,36 +32,36 @@ def ranking(large):
 
 
 def test_every_symbol_has_a_meaning_and_none_is_unused():
-    """A new symbol without a meaning fails here, not where a user asks for it."""
-    given = {name for each in SHEETS for name in each.inputs}
-    assert all(find_meaning(name)[0] in UNITS and len(find_meaning(name)[1]) > 5 for name in given)
-    assert {name if name in SYMBOLS else re.sub(r"\d+$", "#", name) for name in given} == SYMBOLS.keys()
+    """Require a meaning for each new symbol."""
+    inputs = {name for sheet in SHEETS for name in sheet.inputs}
+    assert all(find_meaning(name)[0] in UNITS and len(find_meaning(name)[1]) > 5 for name in inputs)
+    assert {name if name in SYMBOLS else re.sub(r"\d+$", "#", name) for name in inputs} == SYMBOLS.keys()
     assert find_meaning("beta3") == ("s/B", "time of a byte that leaves a rank at level 3")
     with pytest.raises(KeyError):
         find_meaning("unheard_of")
 
 
-@pytest.mark.parametrize("each", SHEETS, ids=range(len(SHEETS)))
-def test_results_have_a_meaning(each):
-    """A section of a paper alone says nothing to who does not have it."""
-    for formula in each:
+@pytest.mark.parametrize("sheet", SHEETS, ids=range(len(SHEETS)))
+def test_results_have_a_meaning(sheet):
+    """Require a meaning besides the section of a paper, which readers may not have."""
+    for formula in sheet:
         assert re.match(r"(?!Piper|X-MoE|MoEBlaze)\w", formula.meaning), formula
 
 
-def formulas_of(text):
-    """The lines that have a formula, not its numbers."""
+def read_formulas(text):
+    """Return the lines with formulas, without their numbers."""
     return [line.partition("    # ")[0] for line in text.splitlines() if "    # " in line]
 
 
 def test_each_symbol_of_an_entry_is_explained_once(ranking):
     for index in (0, len(ranking) // 2, len(ranking) - 1):
         for shown in ranking.formulas(index):
-            made = {line.partition(" = ")[0] for line in formulas_of(shown.formulas)}
-            used = {n for line in formulas_of(shown.formulas) for n in re.findall(r"[A-Za-z]\w*", line)}
+            results = {line.partition(" = ")[0] for line in read_formulas(shown.formulas)}
+            used = {n for line in read_formulas(shown.formulas) for n in re.findall(r"[A-Za-z]\w*", line)}
             rows = [name for name, _, _ in shown.symbols if "(" not in name]
-            assert set(rows) == used - made - {"Max", "ceiling", "distinct_parts"} and len(rows) == len(set(rows))
+            assert set(rows) == used - results - {"Max", "ceiling", "distinct_parts"} and len(rows) == len(set(rows))
     bytes_of, seconds_of = ({name: value for name, value, _ in shown.symbols} for shown in ranking.formulas(0))
-    assert (bytes_of["n_logits"], seconds_of["n_logits"]) == ("0", "1")  # of the first stage, of the last
+    assert (bytes_of["n_logits"], seconds_of["n_logits"]) == ("0", "1")  # of the first stage, and of the last
     assert seconds_of["peak"] == "1.915e+14 FLOP/s" and seconds_of["z_o"] == str(ranking[0].layout.dp)
 
 

@@ -1,4 +1,4 @@
-"""The pipeline as events: its length and its micro-batches in flight equal the formulas."""
+"""Simulated pipelines: their length and their micro-batches in flight equal the formulas."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ ZERO = [("zb-h1", 1), ("zb-h2", 1)]
 EVERY = pytest.mark.parametrize(("schedule", "chunks"), PLAIN + ZERO)
 
 
-def sizes(schedule, chunks):
+def list_sizes(schedule, chunks):
     return [(pp, m) for pp, m in itertools.product(STAGES, MICROBATCHES) if schedule != "interleaved" or m % pp == 0]
 
 
-def even(schedule, chunks, stages, microbatches, transfer=0.0):
-    """A forward takes 1, a backward 2, half of it for gradients of weights."""
+def run_even(schedule, chunks, stages, microbatches, transfer=0.0):
+    """Simulate with a forward of 1 and a backward of 2, half of which is for gradients of weights."""
     forward = torch.ones(stages, microbatches, dtype=torch.float64)
     weights = forward if schedule.startswith("zb") else None
     return run_schedule(schedule, forward, 2 * forward, weights, chunks=chunks, transfer=transfer)
@@ -32,25 +32,28 @@ def even(schedule, chunks, stages, microbatches, transfer=0.0):
 
 @pytest.mark.parametrize(("schedule", "chunks"), PLAIN)
 def test_bubbles_are_those_of_the_formula(schedule, chunks):
-    """M micro-batches and (PP - 1) / chunks more: Megatron-LM section 2.2; `bubble_of` of `planner.step`."""
-    for stages, microbatches in sizes(schedule, chunks):
-        found = even(schedule, chunks, stages, microbatches).makespan.item()
+    """A step takes M + (PP - 1) / chunks micro-batches: Megatron-LM section 2.2, `bubble_of` of `planner.step`."""
+    for stages, microbatches in list_sizes(schedule, chunks):
+        found = run_even(schedule, chunks, stages, microbatches).makespan.item()
         assert found == pytest.approx(3 * (microbatches + (stages - 1) / chunks)), (stages, microbatches)
 
 
 def test_zero_bubble_h1_has_a_third_of_it():
-    """With as many micro-batches as stages; of fewer each lacking one adds a forward."""
-    for stages, microbatches in sizes("zb-h1", 1):
-        found = even("zb-h1", 1, stages, microbatches).makespan.item()
+    """The bubble is a third of 1F1B's for M >= PP. Each missing micro-batch adds a forward."""
+    for stages, microbatches in list_sizes("zb-h1", 1):
+        found = run_even("zb-h1", 1, stages, microbatches).makespan.item()
         assert found == pytest.approx(3 * microbatches + (stages - 1) + max(stages - microbatches, 0))
 
 
 def test_zero_bubble_h2_has_none_within_a_stage():
-    """With 2 PP - 1 micro-batches no stage waits. But each begins a forward after the one before it: a step takes
-    PP - 1 forwards more, unless the next one begins on a stage as soon as it is done (an optimizer without a barrier:
-    arXiv 2401.10241 section 4). The formula has the latter."""
-    for stages, microbatches in sizes("zb-h2", 1):
-        found = even("zb-h2", 1, stages, microbatches)
+    """With 2 PP - 1 micro-batches no stage waits.
+
+    Each stage starts a forward after the previous one, which adds PP - 1 forwards to a step, unless the next step
+    starts on a stage before the others are done (an optimizer without a barrier: arXiv 2401.10241 section 4). The
+    formula assumes the latter.
+    """
+    for stages, microbatches in list_sizes("zb-h2", 1):
+        found = run_even("zb-h2", 1, stages, microbatches)
         assert found.makespan.item() >= 3 * microbatches + stages - 1
         if microbatches >= 2 * stages - 1:
             spans = [(end[-1] - start[0]).item() for start, end in zip(found.start, found.end, strict=True)]
@@ -60,38 +63,40 @@ def test_zero_bubble_h2_has_none_within_a_stage():
 
 @EVERY
 def test_in_flight_are_those_that_memory_counts(schedule, chunks):
-    for stages, microbatches in sizes(schedule, chunks):
+    for stages, microbatches in list_sizes(schedule, chunks):
         layout = Layout(pp=stages, microbatches=microbatches, schedule=schedule, chunks=chunks)
-        found = even(schedule, chunks, stages, microbatches)
+        found = run_even(schedule, chunks, stages, microbatches)
         for stage in range(stages):
             assert found.in_flight(stage) / chunks == layout.in_flight(stage), (stages, microbatches, stage)
 
 
 @EVERY
 def test_transfers(schedule, chunks):
-    """The formula has two for each of M + PP - 1 micro-batches, as if nothing went on beside them. They do not occupy a
-    stage: 1F1B waits for a round of 2 (PP - 1) of every PP micro-batches, since it has no more in flight, the others
-    for a round or two a step. A round of interleaved stages is as many times as long as there are chunks, which the
-    formula leaves out."""
+    """Compare transfers with the formula, which counts two for each of M + PP - 1 micro-batches without overlap.
+
+    Transfers do not occupy a stage. 1F1B waits for 2 (PP - 1) transfers once per PP micro-batches, its limit in flight;
+    the other schedules wait once or twice per step. Interleaved stages wait `chunks` times as long, which the formula
+    omits.
+    """
     transfer = 0.01
-    for stages, microbatches in sizes(schedule, chunks):
-        more = even(schedule, chunks, stages, microbatches, transfer).makespan.item()
-        more = (more - even(schedule, chunks, stages, microbatches).makespan.item()) / transfer
+    for stages, microbatches in list_sizes(schedule, chunks):
+        delay = run_even(schedule, chunks, stages, microbatches, transfer).makespan.item()
+        delay = (delay - run_even(schedule, chunks, stages, microbatches).makespan.item()) / transfer
         around, (rounds, rest) = 2 * (stages * chunks - 1), divmod(microbatches - 1, stages)
         if stages == 1:
-            assert more == 0
+            assert delay == 0
         elif schedule in ("gpipe", "interleaved"):
-            assert more == pytest.approx(around)
+            assert delay == pytest.approx(around)
         elif schedule == "1f1b":
-            assert more == pytest.approx(around * (1 + rounds) + 2 * max(rest - 1, 0))
-            assert more <= 2 * (microbatches + stages - 1)
+            assert delay == pytest.approx(around * (1 + rounds) + 2 * max(rest - 1, 0))
+            assert delay <= 2 * (microbatches + stages - 1)
         else:
-            assert around / 2 - 1e-6 <= more <= min(2 * around, 2 * (microbatches + stages - 1)) + 1e-6
+            assert around / 2 - 1e-6 <= delay <= min(2 * around, 2 * (microbatches + stages - 1)) + 1e-6
 
 
 @EVERY
 def test_nothing_is_done_before_its_time(schedule, chunks):
-    """Drawn durations: a stage does one thing at a time; forwards go down, backwards up, weights last."""
+    """Check drawn durations: stages run one event at a time; forwards go down, backwards up, weights last."""
     generator = torch.Generator().manual_seed(0)
     forward, backward = (torch.rand(4, 8, 3, dtype=torch.float64, generator=generator) + 0.1 for _ in range(2))
     weights = backward / 3 if schedule.startswith("zb") else None
@@ -117,7 +122,7 @@ def test_nothing_is_done_before_its_time(schedule, chunks):
 
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(0, 3))
 def test_a_slower_stage_sets_the_pace(stages, microbatches, slow):
-    """As long as all its work, and never shorter for it."""
+    """A step takes at least as long as the slowest stage's work, and no less than with equal stages."""
     forward = torch.ones(stages, microbatches, dtype=torch.float64)
     even_ = run_schedule("1f1b", forward, 2 * forward).makespan
     forward[slow % stages] *= 2
@@ -127,4 +132,4 @@ def test_a_slower_stage_sets_the_pace(stages, microbatches, slow):
 
 def test_interleaved_takes_whole_rounds():
     with pytest.raises(InvalidPlan, match="a multiple of 4 micro-batches on 4 stages, not 6"):
-        even("interleaved", 2, 4, 6)
+        run_even("interleaved", 2, 4, 6)
