@@ -1,4 +1,4 @@
-"""Decisions of the planner over a mesh: equal on all ranks, and right."""
+"""Decisions of the planner over a mesh: equal on all ranks, and correct."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ from moefx.errors import InvalidPlan, UnknownPlatform
 
 from ..blocks import D, E
 from .launch import sampled
-from .lost_cases import differs
+from .lost_cases import check_raises
 from .models import Model
 from .pipeline_cases import Half
 
 EXAMPLE = (torch.zeros(64, D),)
-AUTO = moefx.Plan(expert_axis="auto", checkpoint="auto", validation="symbolic")  # as "auto", in less time
+AUTO = moefx.Plan(expert_axis="auto", checkpoint="auto", validation="symbolic")  # faster than "auto"
 
 
-def mesh_of(**sizes: int) -> DeviceMesh:
+def make_mesh(**sizes: int) -> DeviceMesh:
     return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def planned(model: torch.nn.Module, mesh: DeviceMesh, plan: Any = AUTO, inputs: tuple = EXAMPLE) -> Any:
+def compile_planned(model: torch.nn.Module, mesh: DeviceMesh, plan: Any = AUTO, inputs: tuple = EXAMPLE) -> Any:
     return moefx.compile(copy.deepcopy(model), mesh=mesh, plan=plan, example_inputs=inputs)
 
 
-def decided(compiled: torch.nn.Module) -> moefx.Plan:
-    """The same on all ranks."""
+def read_decision(compiled: torch.nn.Module) -> moefx.Plan:
+    """Return the decided plan. Checks that all ranks decided the same."""
     plan = moefx.explain(compiled).planned.plan
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, plan.to_json())
-    assert set(told) == {plan.to_json()}, told
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, plan.to_json())
+    assert set(gathered) == {plan.to_json()}, gathered
     return plan
 
 
-def own_tokens(mesh: DeviceMesh, number: int = 11) -> torch.Tensor:
-    """The same on all ranks of "tp"."""
+def draw_tokens(mesh: DeviceMesh, number: int = 11) -> torch.Tensor:
+    """Draw tokens that are equal on all ranks of "tp" and differ otherwise."""
     names = mesh.mesh_dim_names or ()
     seed = sum(mesh[name].get_local_rank() * 10**i for i, name in enumerate(names) if name != "tp")
     return torch.randn(number, D, generator=torch.Generator().manual_seed(seed))
 
 
-def lines(compiled: torch.nn.Module) -> list[str]:
-    """Of the graph, without its header, which says how long a pass took."""
+def read_graph_lines(compiled: torch.nn.Module) -> list[str]:
+    """Return the lines of the graph without its header, which contains the time of a pass."""
     return str(moefx.graph(compiled, "blocks.0")).splitlines()[1:]
 
 
@@ -62,30 +62,32 @@ def case_meshes() -> None:
         (dict(ep=4), "ep", None),
     )
     for sizes, axes, sequence_axis in sampled(meshes, 2):
-        mesh, model = mesh_of(**sizes), Model("gated", layers=1)
-        compiled = planned(model, mesh)
-        found = decided(compiled)
+        mesh, model = make_mesh(**sizes), Model("gated", layers=1)
+        compiled = compile_planned(model, mesh)
+        found = read_decision(compiled)
         assert (found.expert_axis, found.sequence_axis) == (axes, sequence_axis), (sizes, found)
         assert (found.checkpoint, found.tokens, found.dispatch) == ("h", 64, "auto")
-    moefx.verify(compiled, model, (own_tokens(mesh),), routings=False).raise_if_failed()
+    moefx.verify(compiled, model, (draw_tokens(mesh),), routings=False).raise_if_failed()
 
 
-def case_rows_travel_by_what_is_measured_for_these_tokens() -> None:
-    """Of tokens that two ranks share each sends a half."""
+def case_auto_predicts_for_the_tokens_of_the_example() -> None:
+    """Predict with half of the tokens per rank if two ranks share them."""
     for sizes, tokens in ((dict(ep=4), 64), (dict(ep=2, tp=2), 32)):
-        compiled = planned(Model("gated", layers=1), mesh_of(**sizes), AUTO.replace(node_size=2))
+        compiled = compile_planned(Model("gated", layers=1), make_mesh(**sizes), AUTO.replace(node_size=2))
         (note,) = moefx.explain(compiled).matched[0].notes
         assert f"(auto: predicted for {tokens} tokens a rank flat " in note, note
 
 
-def case_twice_and_explained() -> None:
-    mesh, model = mesh_of(ep=2, tp=2), Model("gated", layers=1)
+def case_explain_agrees_with_compile() -> None:
+    mesh, model = make_mesh(ep=2, tp=2), Model("gated", layers=1)
     before = moefx.explain(model, mesh=mesh, plan=AUTO, example_inputs=EXAMPLE)
-    compiled = planned(model, mesh, "auto")
-    found, after = decided(compiled), moefx.explain(compiled)
+    compiled = compile_planned(model, mesh, "auto")
+    found, after = read_decision(compiled), moefx.explain(compiled)
     assert str(before.planned) == str(after.planned)
-    again = planned(model, mesh, found.replace(validation="symbolic"))  # a plan that is decided is one to give
-    assert lines(again) == lines(compiled) and moefx.explain(again).planned is None
+    again = compile_planned(
+        model, mesh, found.replace(validation="symbolic")
+    )  # a decided plan is accepted as an argument
+    assert read_graph_lines(again) == read_graph_lines(compiled) and moefx.explain(again).planned is None
     for text in (
         "planned     checkpoint='h', expert_axis=('ep', 'tp'), sequence_axis='tp'",
         "tokens    64 tokens a rank, as in the example inputs, the same along 'tp'",
@@ -97,83 +99,89 @@ def case_twice_and_explained() -> None:
         assert text in str(after) and text in str(before), after
 
 
-def case_budgets() -> None:
-    """The fastest that fits; where the axes are given, what is kept is still decided."""
-    mesh, model = mesh_of(dp=2, ep=2), Model("gated", layers=1)
+def case_memory_limits_decide_the_checkpoint_policy() -> None:
+    """Pick the fastest layout that fits. If the axes are fixed, the checkpoint policy is still decided."""
+    mesh, model = make_mesh(dp=2, ep=2), Model("gated", layers=1)
     asked = AUTO.replace(zero=0)
-    tried = moefx.explain(planned(model, mesh, asked)).planned.tried
-    taken = {t.entry.layout.kept: t.entry.memory["M_gpu"] for t in tried}
-    assert taken["x"] < taken["h"]
-    for memory, kept in ((taken["h"], "h"), (taken["h"] - 1, "x"), (taken["x"], "x")):
+    tried = moefx.explain(compile_planned(model, mesh, asked)).planned.tried
+    needed = {t.entry.layout.kept: t.entry.memory["M_gpu"] for t in tried}
+    assert needed["x"] < needed["h"]
+    for memory, kept in ((needed["h"], "h"), (needed["h"] - 1, "x"), (needed["x"], "x")):
         for plan in (asked.replace(memory=memory), asked.replace(memory=memory, expert_axis="ep")):
-            compiled = planned(model, mesh, plan)
-            assert decided(compiled).checkpoint == kept
+            compiled = compile_planned(model, mesh, plan)
+            assert read_decision(compiled).checkpoint == kept
             assert f'keep="{kept}"' in str(moefx.graph(compiled, "blocks.0"))
-    moefx.verify(compiled, model, (own_tokens(mesh),), routings=False).raise_if_failed()
-    with warnings.catch_warnings(record=True) as told:
+    moefx.verify(compiled, model, (draw_tokens(mesh),), routings=False).raise_if_failed()
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        compiled = planned(model, mesh, asked.replace(memory=taken["x"] - 1))
-    (text,) = {str(w.message) for w in told if "nothing fits" in str(w.message)}
-    assert "keep 'x'" in text and decided(compiled).checkpoint == "x"
-    compiled(own_tokens(mesh)).sum().backward()
+        compiled = compile_planned(model, mesh, asked.replace(memory=needed["x"] - 1))
+    (text,) = {str(w.message) for w in caught if "nothing fits" in str(w.message)}
+    assert "keep 'x'" in text and read_decision(compiled).checkpoint == "x"
+    compiled(draw_tokens(mesh)).sum().backward()
 
 
-def case_ranks_with_other_numbers_of_tokens() -> None:
-    """The most of any rank count."""
+def case_the_largest_token_count_decides() -> None:
+    """Use the largest number of tokens of any rank."""
     inputs = (torch.zeros(16 * (dist.get_rank() + 1), D),)
-    assert decided(planned(Model("gated", layers=1), mesh_of(dp=2, ep=2), inputs=inputs)).tokens == 64
+    assert read_decision(compile_planned(Model("gated", layers=1), make_mesh(dp=2, ep=2), inputs=inputs)).tokens == 64
 
 
-def case_stages() -> None:
-    """The first stage of 1F1B has two micro-batches in flight, and may have to keep less."""
-    mesh, model = mesh_of(pp=2, ep=2), Model("gated", layers=2)
+def case_stages_decide_their_checkpoint_policies() -> None:
+    """Keep less on the first stage of 1F1B, which has two micro-batches in flight."""
+    mesh, model = make_mesh(pp=2, ep=2), Model("gated", layers=2)
     stage = mesh["pp"].get_local_rank()
     asked = AUTO.replace(zero=0)
     half = Half(copy.deepcopy(model), stage)
-    (h, _) = moefx.explain(planned(half, mesh, asked)).planned.tried
+    (h, _) = moefx.explain(compile_planned(half, mesh, asked)).planned.tried
     needed: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(needed, h.entry.memory["M_gpu"])
     assert needed[0] == needed[1] > needed[2] == needed[3]
-    compiled = planned(half, mesh, asked.replace(memory=needed[0] - 1))
+    compiled = compile_planned(half, mesh, asked.replace(memory=needed[0] - 1))
     found = moefx.explain(compiled).planned.plan
     assert (found.expert_axis, found.checkpoint) == ("ep", "h" if stage else "x")
-    mesh = mesh_of(pp=2, tp=2)  # the axes of experts are made one for all stages
-    found = decided(planned(half, mesh))
+    mesh = make_mesh(pp=2, tp=2)  # all stages merge the same axes for experts
+    found = read_decision(compile_planned(half, mesh))
     assert (found.expert_axis, found.sequence_axis) == ("tp", "tp")
 
 
-def case_ranks_that_do_not_agree() -> None:
-    mesh, model, odd = mesh_of(dp=2, ep=2), Model("gated", layers=1), dist.get_rank() == 1
+def case_different_requests_raise() -> None:
+    mesh, model, odd = make_mesh(dp=2, ep=2), Model("gated", layers=1), dist.get_rank() == 1
     plan = AUTO.replace(memory=2e9 if odd else 1e9)
-    differs(lambda: planned(model, mesh, plan), "the ranks of the mesh do not agree on Plan(memory=...): rank 0 1000")
+    check_raises(
+        lambda: compile_planned(model, mesh, plan),
+        "the ranks of the mesh do not agree on Plan(memory=...): rank 0 1000",
+    )
     with mock.patch.dict(os.environ, {"MOEFX_PLATFORM": "h200" if odd else "frontier"}):
-        differs(lambda: planned(model, mesh), "platform, which MOEFX_PLATFORM may name: rank 0 frontier, rank 1 h200")
+        check_raises(
+            lambda: compile_planned(model, mesh),
+            "platform, which MOEFX_PLATFORM may name: rank 0 frontier, rank 1 h200",
+        )
     with mock.patch.dict(os.environ, {"MOEFX_PLATFORM": "h300" if odd else "h200"}):
         text = "MOEFX_PLATFORM=h300: no platform" if odd else "rank 1 of the mesh cannot go on, UnknownPlatform: MOEFX_"
-        differs(lambda: planned(model, mesh), text, error=UnknownPlatform if odd else InvalidPlan)
+        check_raises(lambda: compile_planned(model, mesh), text, error=UnknownPlatform if odd else InvalidPlan)
     with mock.patch.dict(os.environ, {"MOEFX_PLATFORM": "frontier"}):
-        assert moefx.explain(planned(model, mesh)).planned.to_dict()["platform"] == "frontier"
+        assert moefx.explain(compile_planned(model, mesh)).planned.to_dict()["platform"] == "frontier"
 
 
-def case_experts_that_do_not_divide() -> None:
+def case_indivisible_experts_raise() -> None:
     model = Model("gated", layers=1, num_experts=E + 1)
-    differs(lambda: planned(model, mesh_of(ep=4)), "5 experts do not divide: experts over ep (4)")
+    check_raises(lambda: compile_planned(model, make_mesh(ep=4)), "5 experts do not divide: experts over ep (4)")
 
 
 def case_entries_compile_over_their_meshes() -> None:
-    """Each division of four ranks: what a ranking says, as it says it."""
+    """Compile each division of four ranks as its entry in the ranking says."""
     model, seen = Model("gated", layers=1), set()
-    model.blocks[0].num_heads = 4  # as attention has them: what TP divides
+    model.blocks[0].num_heads = 4  # heads of an attention, which TP divides
     ranking = moefx.plan(model, "h200", 4, batch=8, tokens=32, example_inputs=EXAMPLE)
     for entry in ranking:
-        what = tuple(entry.mesh.values()), entry.plan().expert_axis, entry.plan().placement
-        if what in seen or entry.layout.ep == 1 or entry.layout.pp > 1:
+        request = tuple(entry.mesh.values()), entry.plan().expert_axis, entry.plan().placement
+        if request in seen or entry.layout.ep == 1 or entry.layout.pp > 1:
             continue
-        seen.add(what)
+        seen.add(request)
         mesh = init_device_mesh("cpu", **entry.mesh)
-        sizes = {"pp": 1, "ep": entry.layout.ep}  # micro-batches, ZeRO and TP are left to the user
-        compiled = planned(model, mesh, entry.plan(validation="symbolic", layout=sizes))
+        sizes = {"pp": 1, "ep": entry.layout.ep}  # the user implements micro-batches, ZeRO and TP
+        compiled = compile_planned(model, mesh, entry.plan(validation="symbolic", layout=sizes))
         assert moefx.blocks(compiled)
-        moefx.verify(compiled, model, (own_tokens(mesh),), routings=False).raise_if_failed()
+        moefx.verify(compiled, model, (draw_tokens(mesh),), routings=False).raise_if_failed()
     axes = {axes for _, axes, _ in seen}
     assert axes == {"ep", "tp", ("ep", "tp")}, seen

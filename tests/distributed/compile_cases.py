@@ -1,4 +1,4 @@
-"""`moefx.compile(mesh=...)`: outputs and gradients are those of the plain model on each rank's tokens."""
+"""`moefx.compile(mesh=...)`: outputs and gradients equal the plain model on each rank's tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moefx.errors import InvalidPlan, NotRewritten, Refused
 
 from ..blocks import D, Loop, Mlp, WithBias
 from .launch import sampled
-from .models import BLOCKS, Model, check, compiled_beside
+from .models import BLOCKS, Model, check, compile_over_mesh
 
 # ruff: noqa: E501  graphs as printed
 GRAPHS = {
@@ -76,7 +76,7 @@ out                  = sums_near + sums_inter""",
 }
 
 
-def case_all_ranks() -> None:
+def case_experts_over_all_ranks() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
     for dispatch, kind in sampled(itertools.product(("dedup", "flat"), BLOCKS), 6):
         plan = moefx.Plan(dispatch=dispatch, validation="symbolic")
@@ -84,14 +84,14 @@ def case_all_ranks() -> None:
 
 
 def case_ranks_without_tokens() -> None:
-    """Also of a block that skips experts without tokens: alone it is not rewritten for none at all."""
+    """Run ranks without tokens, with a block that skips idle experts too: on one device it needs a token."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
     x = torch.randn(0 if dist.get_rank() % 2 else 9, D, dtype=torch.float64)
     for kind in ("kinds", "stacked"):
         check(Model(kind, layers=1).double(), mesh, moefx.Plan(dispatch="dedup", validation="symbolic"), x)
 
 
-def case_the_graphs() -> None:
+def case_graphs_are_printed() -> None:
     if dist.get_world_size() != 4:
         return
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
@@ -108,7 +108,7 @@ def case_the_graphs() -> None:
 
 
 class Scaled(Loop):
-    """The experts share a value."""
+    """Experts that share a parameter."""
 
     def __init__(self):
         super().__init__()
@@ -118,7 +118,7 @@ class Scaled(Loop):
         return torch.tanh(self.experts[e](x) * self.scale) * w
 
 
-def refused(error: type[Exception], text: str, *args, **kwargs) -> None:
+def check_refused(error: type[Exception], text: str, *args, **kwargs) -> None:
     try:
         moefx.compile(*args, **kwargs)
     except error as found:
@@ -127,22 +127,22 @@ def refused(error: type[Exception], text: str, *args, **kwargs) -> None:
         raise AssertionError(f"expected {error.__name__}: {text}")
 
 
-def case_what_cannot_be() -> None:
+def case_invalid_axes_raise() -> None:
     world = dist.get_world_size()
     block, inputs = BLOCKS["gated"](), (torch.zeros(9, D),)
     flat = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
-    refused(InvalidPlan, f"the mesh has no such axis; it has ep={world}", block, mesh=flat, example_inputs=inputs,
+    check_refused(InvalidPlan, f"the mesh has no such axis; it has ep={world}", block, mesh=flat, example_inputs=inputs,
             plan=moefx.Plan(expert_axis="tp"))  # fmt: skip
     unnamed = init_device_mesh("cpu", (world,))
-    refused(InvalidPlan, "axes of the mesh have no names", block, mesh=unnamed, example_inputs=inputs)
-    refused(Refused, "the experts share a value", Scaled(), mesh=flat, example_inputs=inputs)
+    check_refused(InvalidPlan, "axes of the mesh have no names", block, mesh=unnamed, example_inputs=inputs)
+    check_refused(Refused, "the experts share a value", Scaled(), mesh=flat, example_inputs=inputs)
 
     class TwoKinds(Loop):
         def __init__(self):
             super().__init__()
             self.experts = nn.ModuleList([*self.experts[:2], *Loop(Mlp, num_experts=2).experts])
 
-    refused(Refused, "several kinds of experts with matrices", TwoKinds(), mesh=flat, example_inputs=inputs)
+    check_refused(Refused, "several kinds of experts with matrices", TwoKinds(), mesh=flat, example_inputs=inputs)
 
     class WithSpare(Loop):
         def __init__(self):
@@ -156,7 +156,9 @@ def case_what_cannot_be() -> None:
             w, ids = self.route(x)
             return self.mixed(x, w, ids) + x * (w * (ids >= world)).sum(-1, keepdim=True)
 
-    refused(Refused, f"up holds {2 * world} experts, {world} of them", WithSpare(), mesh=flat, example_inputs=inputs)
+    check_refused(
+        Refused, f"up holds {2 * world} experts, {world} of them", WithSpare(), mesh=flat, example_inputs=inputs
+    )
 
     class WithDropout(Loop):
         def expert(self, e, x, w):
@@ -172,8 +174,8 @@ def case_what_cannot_be() -> None:
         raise AssertionError("ran the original")
 
 
-def case_what_would_be_spread() -> None:
-    """`explain` says what `compile` would, and leaves the model its parameters."""
+def case_explain_lists_distributed_parameters() -> None:
+    """Explain the distribution that `compile` would apply, without moving parameters."""
 
     class Two(nn.Module):
         def __init__(self):
@@ -209,21 +211,21 @@ def case_what_would_be_spread() -> None:
         raise AssertionError("over an axis that there is not")
 
 
-def case_axes_that_are_not_said() -> None:
+def case_ambiguous_axes_raise() -> None:
     if dist.get_world_size() < 4:
         return
     block, inputs = BLOCKS["gated"](), (torch.zeros(9, D),)
     two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    refused(InvalidPlan, "which axis of the mesh (dp=2, tp=2)", block, mesh=two, example_inputs=inputs)
+    check_refused(InvalidPlan, "which axis of the mesh (dp=2, tp=2)", block, mesh=two, example_inputs=inputs)
     for axis, fits, other in (("tp", "ep_first", "dp_first"), ("dp", "dp_first", "ep_first")):
         plan = moefx.Plan(expert_axis=axis, placement=other)
-        refused(InvalidPlan, f"Plan(placement='{other}'): an expert group of the mesh has the ranks", block,
+        check_refused(InvalidPlan, f"Plan(placement='{other}'): an expert group of the mesh has the ranks", block,
                 mesh=two, plan=plan, example_inputs=inputs)  # fmt: skip
         moefx.compile(block, mesh=two, plan=plan.replace(placement=fits), example_inputs=inputs)
 
 
 def case_two_axes() -> None:
-    """Ranks of a group that are neighbours (EP first), and that are not (DP first)."""
+    """Form expert groups of neighbouring ranks (EP first), and of strided ranks (DP first)."""
     if dist.get_world_size() < 4:
         return
     for names, axis in ((("dp", "ep"), None), (("experts", "dp"), "experts")):
@@ -232,13 +234,13 @@ def case_two_axes() -> None:
             check(Model(kind).double(), mesh, moefx.Plan(expert_axis=axis, validation="symbolic"))
 
 
-def case_other_calls_than_the_examples() -> None:
-    """Another dtype, autocast: the block is lifted again, from abstract parameters of all experts."""
+def case_calls_unlike_the_example() -> None:
+    """Call with another dtype and autocast: the block is lifted again, with abstract parameters of all experts."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
     for make in sampled((lambda: Model("biased"), lambda: Model("stacked"), WithBias), 3):
         torch.manual_seed(0)
         model = make()
-        compiled = compiled_beside(model, mesh, moefx.Plan(validation="symbolic"))
+        compiled = compile_over_mesh(model, mesh, moefx.Plan(validation="symbolic"))
         x = torch.randn(11, D)
         torch.testing.assert_close(compiled(x), model(x))
         with torch.autocast("cpu", torch.bfloat16):

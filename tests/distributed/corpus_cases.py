@@ -1,4 +1,4 @@
-"""The models of the corpus with their experts over all ranks, each on its own tokens.
+"""Models of the corpus with their experts over all ranks, and other tokens on each rank.
 
 A list names the models that cannot be distributed yet, with reasons; it should become shorter.
 """
@@ -24,12 +24,12 @@ REFUSED = {
     "n_unequal_experts": "several kinds of experts with matrices",
     "s_moe_plus_plus": "the 5 experts of moe cannot be shared evenly",
 }
-# not rewritten on one device either, as tests/corpus knows, or the numeric check says no
+# not rewritten on one device either, or refused by the numeric check
 NOT_REWRITTEN = ("s_vmap_tokens", "s_one_wide_hidden", "s_embedding_bag_combine")
 
 
-def outcome(case: Case) -> str:
-    """What became of a case, "" if it is right."""
+def run_case(case: Case) -> str:
+    """Return the error of a case, or "" if it passes."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
     torch.manual_seed(rank)
@@ -51,27 +51,27 @@ def check(names: list[str]) -> None:
         case = models.build(name)
         if case.verdict == "refuse" or name in NOT_REWRITTEN:
             continue
-        found = outcome(case)
-        every: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(every, found)
-        if not any(every):
+        error = run_case(case)
+        errors: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(errors, error)
+        if not any(errors):
             ok = name not in REFUSED
         elif case.verdict == "either" and name not in REFUSED:
-            ok = found.startswith(("NoMoEBlockFound", "Refused"))
+            ok = error.startswith(("NoMoEBlockFound", "Refused"))
         else:
-            ok = REFUSED.get(name, "\0") in found
-        print(name, "ok" if ok else found, flush=True)
-        wrong += [] if ok else [f"{name}: {found[:2000]}"]
+            ok = REFUSED.get(name, "\0") in error
+        print(name, "ok" if ok else error, flush=True)
+        wrong += [] if ok else [f"{name}: {error[:2000]}"]
     assert not wrong, "\n".join(wrong)
 
 
-def case_some() -> None:
+def case_sampled_models() -> None:
     check(sampled(["i5_gather_weights_interleaved", "s_identity_experts_dense", "s_zero_copy_constant",
                    "s_capacity_slices", "s_shared_as_expert_zero", "s_per_expert_scale"], 3))  # fmt: skip
 
 
-def case_that_cannot_be_spread() -> None:
-    """The other two are blocks of `compile_cases`."""
+def case_models_that_cannot_be_distributed() -> None:
+    """Run some models that cannot be distributed; blocks of `compile_cases` cover the other two reasons."""
     check(sampled(["s_moe_plus_plus", "n_unequal_experts", "i6b_split_weight_before_norm"], 3))
 
 

@@ -1,4 +1,4 @@
-"""Hand-made graphs with the dialect's exchanges: outputs and gradients are those of all experts on one rank."""
+"""Hand-made graphs with the dialect's exchanges: outputs and gradients equal all experts on one rank."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from moefx.ir.ops.uneven_all_to_all import start, wait
 D, E, K = 6, 8, 3
 
 
-def group() -> str:
+def get_group_name() -> str:
     return dist.group.WORLD.group_name
 
 
-def routed(kind: str, tokens: int, experts: int = E, k: int = K) -> torch.Tensor:
-    """Choices of this rank's tokens."""
+def draw_routing(kind: str, tokens: int, experts: int = E, k: int = K) -> torch.Tensor:
+    """Return the selected experts [tokens, k] of this rank's tokens."""
     rank, generator = dist.get_rank(), torch.Generator().manual_seed(7 + dist.get_rank())
     ids = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :k]
     if kind == "one rank":  # all tokens of all ranks
         ids = ids % 2
-    elif kind == "own":  # nothing travels
+    elif kind == "own":  # no rows travel
         slots = experts // dist.get_world_size()
         ids = rank * slots + ids % slots
     elif kind == "dropped":
@@ -40,8 +40,8 @@ def routed(kind: str, tokens: int, experts: int = E, k: int = K) -> torch.Tensor
     return ids
 
 
-def experts_of(x, ids, weights, w, num_experts, num_rows=None):
-    """Each token's weighted sum of its experts, by the dialect on one rank."""
+def run_experts(x, ids, weights, w, num_experts, num_rows=None):
+    """Return each token's weighted sum of its experts, computed by the dialect on one rank."""
     how = {"num_experts": num_experts, "num_rows": num_rows}
     token_ids, _, offsets, inverse, row_weights = build_pft(ids, weights, None, **how)
     if num_rows is not None:
@@ -50,21 +50,21 @@ def experts_of(x, ids, weights, w, num_experts, num_rows=None):
     return combine(rows, row_weights, token_ids, offsets, inverse)
 
 
-def exchanged(x, ids, weights, w, places, dedup):
+def run_exchanged(x, ids, weights, w, places, dedup):
     world, slots = dist.get_world_size(), w.shape[0]
     how = {"num_slots": slots, "dedup": dedup}
     place = place_choices(ids, None, places=places.tolist())
-    counts = exchange_counts([place], levels=[world], group=group(), **how)
+    counts = exchange_counts([place], levels=[world], group=get_group_name(), **how)
     plan = plan_dispatch(place, num_ranks=world, **how)
     packed = pack_rows([x], [weights], place, *plan[:3], **how) if dist.get_rank() % 2 else None
     assert packed is None or not packed.requires_grad
-    splits, choices = read_counts(*counts, levels=[world], group=group())
+    splits, choices = read_counts(*counts, levels=[world], group=get_group_name())
     plan = (*plan, splits)
-    sent, ticket = all_to_all_rows([x], [weights], place, packed, *plan, group=group(), **how)
-    rows, local, scales = wait_rows([sent], [ticket], [splits], [x], [weights], place, groups=[group()], **how)
-    sums = experts_of(rows, local, scales, w, slots, choices)
-    back = all_to_all_back(sums, [splits], [ticket], groups=[group()])
-    return wait_sums(*back, *plan, group=group()), splits
+    sent, ticket = all_to_all_rows([x], [weights], place, packed, *plan, group=get_group_name(), **how)
+    rows, local, scales = wait_rows([sent], [ticket], [splits], [x], [weights], place, groups=[get_group_name()], **how)
+    sums = run_experts(rows, local, scales, w, slots, choices)
+    back = all_to_all_back(sums, [splits], [ticket], groups=[get_group_name()])
+    return wait_sums(*back, *plan, group=get_group_name()), splits
 
 
 def check(kind: str, dedup: bool, tokens: int, moved: bool = False) -> None:
@@ -74,17 +74,17 @@ def check(kind: str, dedup: bool, tokens: int, moved: bool = False) -> None:
     places = torch.empty_like(order)
     places[order] = torch.arange(E)  # place p holds the expert order[p]
     generator = torch.Generator().manual_seed(1)
-    every = torch.randn(E, D, D + 1, generator=generator, dtype=torch.float64, requires_grad=True)
-    mine = every.detach()[order[rank * slots : (rank + 1) * slots]].clone().requires_grad_()
+    all_weights = torch.randn(E, D, D + 1, generator=generator, dtype=torch.float64, requires_grad=True)
+    own_weights = all_weights.detach()[order[rank * slots : (rank + 1) * slots]].clone().requires_grad_()
     x = torch.randn(tokens, D, dtype=torch.float64, requires_grad=True)
-    ids = routed(kind, tokens)
+    ids = draw_routing(kind, tokens)
     weights = torch.rand(tokens, K, dtype=torch.float64, requires_grad=True)
-    out, splits = exchanged(x, ids, weights, mine, places, dedup)
-    want = experts_of(x, ids, weights, every, E)
+    out, splits = run_exchanged(x, ids, weights, own_weights, places, dedup)
+    want = run_experts(x, ids, weights, all_weights, E)
     torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
     grad = torch.randn_like(want)
-    got = torch.autograd.grad(out, (x, weights, mine), grad)
-    expected = torch.autograd.grad(want, (x, weights, every), grad)
+    got = torch.autograd.grad(out, (x, weights, own_weights), grad)
+    expected = torch.autograd.grad(want, (x, weights, all_weights), grad)
     total = expected[2].clone()
     dist.all_reduce(total)  # an expert's gradient is the sum over the ranks
     for a, b in zip(got, (*expected[:2], total[order[rank * slots : (rank + 1) * slots]]), strict=True):
@@ -100,7 +100,7 @@ def case_all_routings() -> None:
         check(kind, dedup, tokens=5 + 3 * dist.get_rank(), moved=moved)
 
 
-def case_no_rank_has_nothing_to_receive() -> None:
+def case_every_rank_receives_rows() -> None:
     with mock.patch.dict(os.environ, {"MOEFX_NO_EMPTY_RANKS": "1"}):
         for kind, dedup in itertools.product(("any", "one rank", "nothing"), (True, False)):
             check(kind, dedup, tokens=5 + 3 * dist.get_rank())
@@ -111,20 +111,19 @@ def case_a_rank_without_tokens() -> None:
         check("any", dedup, tokens=0 if dist.get_rank() == 1 else 9)
 
 
-def case_several_on_their_way() -> None:
-    """Waited for in another order than started; one sends nothing, some have no rows for some ranks. What the program
-    itself sends meanwhile is apart."""
+def case_concurrent_exchanges() -> None:
+    """Wait for exchanges, some of them empty, in another order than they started, around a message of the program."""
     world, rank = dist.get_world_size(), dist.get_rank()
     sizes = [[[(a * i + b) % 3 * i for b in range(world)] for a in range(world)] for i in (3, 0, 2000, 1)]
-    own = torch.full((5,), float(rank))
-    word, heard = dist.isend(own, (rank + 1) % world), torch.empty(5)
+    message = torch.full((5,), float(rank))
+    word, heard = dist.isend(message, (rank + 1) % world), torch.empty(5)
     starts, wanted = [], []
     for i, sent in enumerate(sizes):
-        to, of = sent[rank], [row[rank] for row in sent]
+        to, received = sent[rank], [row[rank] for row in sent]
         rows = torch.randn(sum(to), 7, generator=torch.Generator().manual_seed(10 * i + rank)).bfloat16()
-        starts.append(start(rows, to, of, group()))
-        wanted.append(rows.new_empty(sum(of), 7))
-        dist.all_to_all_single(wanted[-1], rows, of, to)
+        starts.append(start(rows, to, received, get_group_name()))
+        wanted.append(rows.new_empty(sum(received), 7))
+        dist.all_to_all_single(wanted[-1], rows, received, to)
     dist.recv(heard, (rank - 1) % world)
     word.wait()
     assert heard.tolist() == [float((rank - 1) % world)] * 5

@@ -23,48 +23,48 @@ from moefx.runtime.ranks.link_costs import EXCHANGES_PER_LAYER, HOST_COSTS, Link
 
 from ..blocks import D, Dropping
 from .launch import sampled
-from .models import BLOCKS, Model, check, compiled_beside, is_of_experts
+from .models import BLOCKS, Model, check, compile_over_mesh, is_expert_parameter
 from .sequence_cases import PLAN as SHARED_TOKENS
-from .sequence_cases import gradients_are_right, mesh_with_tokens_replicated, same_tokens
+from .sequence_cases import check_gradients, draw_same_tokens, make_tensor_parallel_mesh
 from .volume_cases import Block as Wide
 
 GATHER = moefx.Plan(dispatch="gather", validation="symbolic")
 LIMITED = GATHER.replace(max_tokens=13)
 
 
-def one_axis() -> DeviceMesh:
+def make_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
 
 
 def case_outputs_and_gradients() -> None:
-    """For each kind of block, with a different number of tokens on each rank."""
+    """Compare each kind of block, with a different number of tokens on each rank."""
     for kind, plan in sampled(itertools.product(BLOCKS, (GATHER, LIMITED)), 5):
-        check(Model(kind, layers=1).double(), one_axis(), plan)
+        check(Model(kind, layers=1).double(), make_mesh(), plan)
 
 
 def case_ranks_without_tokens() -> None:
     for plan in (GATHER, LIMITED):
         x = torch.randn(0 if dist.get_rank() % 2 else 5, D, dtype=torch.float64)
-        check(Model("gated", layers=1).double(), one_axis(), plan, x)
-        check(Model("gated", layers=1).double(), one_axis(), plan, torch.zeros(0, D, dtype=torch.float64))
+        check(Model("gated", layers=1).double(), make_mesh(), plan, x)
+        check(Model("gated", layers=1).double(), make_mesh(), plan, torch.zeros(0, D, dtype=torch.float64))
 
 
 def case_a_capacity() -> None:
-    """Choices are dropped on the ranks of their tokens."""
+    """Drop slots on the ranks of their tokens."""
     torch.manual_seed(0)
     model = Dropping().double()
-    compiled = compiled_beside(model, one_axis(), GATHER)
+    compiled = compile_over_mesh(model, make_mesh(), GATHER)
     x = torch.randn(11 + dist.get_rank(), D, dtype=torch.float64)
     torch.testing.assert_close(compiled(x), model(x))
     assert moefx.blocks(compiled)[0].fallbacks == 0
 
 
 @contextlib.contextmanager
-def counted():
-    """Counts collectives and copies to the host."""
+def count_collectives():
+    """Count collectives and copies to the host."""
     found: Counter = Counter()
 
-    def tell(name, function):
+    def count_calls(name, function):
         def run(*args, **kwargs):
             found[name] += 1
             return function(*args, **kwargs)
@@ -73,37 +73,37 @@ def counted():
 
     gather = moefx.ir.ops.token_gather
     with (
-        mock.patch.object(gather, "start_gather", tell("gather", gather.start_gather)),
-        mock.patch.object(gather, "start_scatter", tell("scatter", gather.start_scatter)),
-        mock.patch.object(moefx.ir.ops.row_exchange, "start", tell("uneven", moefx.ir.ops.row_exchange.start)),
-        mock.patch.object(dist, "all_gather", tell("hosts", dist.all_gather)),
-        mock.patch.object(torch.Tensor, "cpu", tell("copies", torch.Tensor.cpu)),
+        mock.patch.object(gather, "start_gather", count_calls("gather", gather.start_gather)),
+        mock.patch.object(gather, "start_scatter", count_calls("scatter", gather.start_scatter)),
+        mock.patch.object(moefx.ir.ops.row_exchange, "start", count_calls("uneven", moefx.ir.ops.row_exchange.start)),
+        mock.patch.object(dist, "all_gather", count_calls("hosts", dist.all_gather)),
+        mock.patch.object(torch.Tensor, "cpu", count_calls("copies", torch.Tensor.cpu)),
     ):
         yield found
 
 
 def case_collectives_and_copies() -> None:
-    """Even collectives alone; the hosts agree once a layer, or never. Nothing is copied to the host."""
+    """Run only even collectives; hosts communicate once per layer or never. Nothing is copied to the host."""
     for plan, hosts in ((GATHER, 2), (LIMITED, 0)):
-        compiled = compiled_beside(Model("gated", layers=2), one_axis(), plan)
+        compiled = compile_over_mesh(Model("gated", layers=2), make_mesh(), plan)
         x = torch.randn(9, D)
         for _ in range(2):
             compiled(x)  # the third call compares no experts
-        with counted() as found:
+        with count_collectives() as found:
             out = compiled(x)
             assert found == {"gather": 2, "scatter": 2} | ({"hosts": hosts} if hosts else {}), found
-        with counted() as found:
+        with count_collectives() as found:
             out.sum().backward()
             assert found == {"gather": 2, "scatter": 2}, found
 
 
-def case_bytes_are_those_of_the_formula() -> None:
-    """Bytes that leave a rank in a layer's forward and backward."""
-    mesh, tokens, top_k = one_axis(), 6, 4  # columns of 4 * 4 bytes begin at multiples of 16
-    compiled = compiled_beside(Wide(D, 8, top_k), mesh, GATHER.replace(max_tokens=tokens))
+def case_bytes_equal_the_formula() -> None:
+    """Count the bytes that leave a rank in a layer's forward and backward."""
+    mesh, tokens, top_k = make_mesh(), 6, 4  # columns of 4 * 4 bytes begin at multiples of 16
+    compiled = compile_over_mesh(Wide(D, 8, top_k), mesh, GATHER.replace(max_tokens=tokens))
     left = 0
 
-    def tell(function, is_whole):
+    def count_bytes(function, is_whole):
         def run(parts, size, group):
             nonlocal left
             left += sum(rows.nbytes for rows in parts) * (size - 1) // (size if is_whole else 1)
@@ -113,8 +113,8 @@ def case_bytes_are_those_of_the_formula() -> None:
 
     gather = moefx.ir.ops.token_gather
     with (
-        mock.patch.object(gather, "start_gather", tell(gather.start_gather, False)),
-        mock.patch.object(gather, "start_scatter", tell(gather.start_scatter, True)),
+        mock.patch.object(gather, "start_gather", count_bytes(gather.start_gather, False)),
+        mock.patch.object(gather, "start_scatter", count_bytes(gather.start_scatter, True)),
     ):
         compiled(torch.randn(tokens, D, requires_grad=True)).sum().backward()
     wanted = EXCHANGES_PER_LAYER * (dist.get_world_size() - 1) * count_gathered_bytes(4.0 * D, top_k, tokens)
@@ -122,8 +122,8 @@ def case_bytes_are_those_of_the_formula() -> None:
 
 
 @contextlib.contextmanager
-def device_beside_the_host(per_byte: float = 1e-12):
-    """Ranks as on devices that work beside their hosts, with links of this speed."""
+def simulate_device(per_byte: float = 1e-12):
+    """Simulate devices that run asynchronously to their hosts, with links of this speed."""
     topology, choice = moefx.runtime.ranks.topology, moefx.distribution.dispatch_choice
     with (
         mock.patch.object(choice, "_runs_ahead", lambda axis: True),
@@ -134,17 +134,17 @@ def device_beside_the_host(per_byte: float = 1e-12):
 
 
 def explain_experts(plan: moefx.Plan) -> str:
-    """What `explain` says of the experts, the same on all ranks."""
-    compiled = compiled_beside(Model("gated", layers=1), one_axis(), plan)
+    """Return the line of `explain` about the experts, which all ranks print."""
+    compiled = compile_over_mesh(Model("gated", layers=1), make_mesh(), plan)
     (line,) = (line for line in str(moefx.explain(compiled)).splitlines() if "experts over" in line)
-    said = [None] * dist.get_world_size()
-    dist.all_gather_object(said, line)
-    assert len(set(said)) == 1, said
+    lines = [None] * dist.get_world_size()
+    dist.all_gather_object(lines, line)
+    assert len(set(lines)) == 1, lines
     return line
 
 
 def case_auto() -> None:
-    """Gathers if the host's time decides, over one level, and says why."""
+    """Gather if the time of the host decides, on one level, and print the reason."""
     auto = moefx.Plan(node_size=dist.get_world_size(), validation="symbolic")
 
     def host(way: str, max_tokens: int | None = None) -> str:
@@ -152,8 +152,8 @@ def case_auto() -> None:
 
     exchange = r"\d+\.\d+ \+ "
     figures = f"flat {exchange}{host('flat')}, dedup {exchange}{host('dedup')}, gather {exchange}"
-    with device_beside_the_host():
-        check(Model("gated", layers=1).double(), one_axis(), auto)
+    with simulate_device():
+        check(Model("gated", layers=1).double(), make_mesh(), auto)
         line = explain_experts(auto)
         assert "every rank gathers the tokens of all ranks, the hosts agree" in line, line
         assert re.search(f"{figures}{host('gather')};", line) and "a CUDA graph needs Plan(dispatch='gather'" in line, (
@@ -170,16 +170,16 @@ def case_auto() -> None:
         with mock.patch.object(dist, "is_gloo_available", lambda: False):
             assert "one level, and 'dedup'" in explain_experts(auto)
             assert "every rank gathers" in explain_experts(auto.replace(max_tokens=64))
-    with device_beside_the_host(per_byte=1e-7):
+    with simulate_device(per_byte=1e-7):
         line = explain_experts(auto)
         assert "its experts, one exchange (auto" in line and re.search(figures, line), line
 
 
 def case_too_many_tokens() -> None:
-    """Raises on the rank that has them, before its first collective."""
-    compiled = compiled_beside(Model("gated", layers=1), one_axis(), LIMITED)
+    """Raise on the rank with too many tokens, before its first collective."""
+    compiled = compile_over_mesh(Model("gated", layers=1), make_mesh(), LIMITED)
     try:
-        with counted() as found:
+        with count_collectives() as found:
             compiled(torch.randn(14, D))
     except InvalidInput as error:
         assert "14 tokens" in str(error) and "max_tokens=13" in str(error), error
@@ -190,49 +190,50 @@ def case_too_many_tokens() -> None:
 
 
 def case_shared_tokens() -> None:
-    mesh = mesh_with_tokens_replicated()
+    mesh = make_tensor_parallel_mesh()
     for number, plan in ((8, GATHER), (7, LIMITED), (1, GATHER), (0, LIMITED)):
         model = Model("gated").double()
-        compiled = compiled_beside(model, mesh, SHARED_TOKENS.replace(dispatch="gather", max_tokens=plan.max_tokens))
-        x = same_tokens(mesh, number)
+        compiled = compile_over_mesh(model, mesh, SHARED_TOKENS.replace(dispatch="gather", max_tokens=plan.max_tokens))
+        x = draw_same_tokens(mesh, number)
         inputs = [x.clone().requires_grad_() for _ in range(2)]
         out, want = compiled(inputs[0]), model(inputs[1])
         torch.testing.assert_close(out, want, rtol=1e-10, atol=1e-10)
         (out**2).sum().backward()
         (want**2).sum().backward()
         torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-10, atol=1e-10)
-        gradients_are_right(model, compiled, mesh)
+        check_gradients(model, compiled, mesh)
 
 
 def case_checkpoint_policies_and_frozen_experts() -> None:
     for keep in sampled(("h", "x", "all"), 2):
         model = Model("stacked", layers=1).double()
         for name, p in model.named_parameters():
-            p.requires_grad_(not (is_of_experts(name) and name.endswith("up")))
-        check(model, one_axis(), LIMITED.replace(checkpoint=keep))
+            p.requires_grad_(not (is_expert_parameter(name) and name.endswith("up")))
+        check(model, make_mesh(), LIMITED.replace(checkpoint=keep))
 
 
-def case_recomputed() -> None:
-    """Under `torch.utils.checkpoint`, with and without the policy that keeps exchanges."""
+def case_recomputation() -> None:
+    """Recompute under `torch.utils.checkpoint`, with and without the policy that saves exchanges."""
     model = Model("gated", layers=1)
-    compiled = compiled_beside(model, one_axis(), GATHER)
+    compiled = compile_over_mesh(model, make_mesh(), GATHER)
     x = torch.randn(9 + dist.get_rank(), D)
     want = model(x)
     want.pow(2).sum().backward()
     for policy in (None, moefx.save_routing):
-        more = {} if policy is None else {"context_fn": functools.partial(create_selective_checkpoint_contexts, policy)}
+        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+        options = {} if policy is None else {"context_fn": contexts}
         compiled.zero_grad()
-        out = checkpoint(compiled, x, use_reentrant=False, **more)
+        out = checkpoint(compiled, x, use_reentrant=False, **options)
         torch.testing.assert_close(out, want)
         out.pow(2).sum().backward()
         torch.testing.assert_close(compiled.first.weight.grad, model.first.weight.grad)
 
 
 def case_one_graph() -> None:
-    """Under `torch.compile`: the hosts agree inside of the graph, or not at all."""
+    """Compile one graph: the hosts communicate inside the graph, or never."""
     for plan in sampled((GATHER, LIMITED), 2):
         model = Model("stacked", layers=1)
-        compiled = compiled_beside(model, one_axis(), plan)
+        compiled = compile_over_mesh(model, make_mesh(), plan)
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         whole = torch.compile(compiled, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -247,9 +248,9 @@ def case_one_graph() -> None:
 
 
 def case_a_load() -> None:
-    """Counts each rank's own tokens."""
+    """Count each rank's own tokens."""
     model = Model("gated", layers=1)
-    compiled = compiled_beside(model, one_axis(), GATHER)
+    compiled = compile_over_mesh(model, make_mesh(), GATHER)
     (block,) = moefx.blocks(compiled)
     block.record_load()
     x = torch.randn(9 + dist.get_rank(), D)
@@ -259,8 +260,8 @@ def case_a_load() -> None:
 
 
 def case_overwritten_experts() -> None:
-    """Are noticed though no number of a call is read by the host: at calls 1, 2, 4, 8 and so on."""
-    compiled = compiled_beside(Model("gated", layers=1), one_axis(), LIMITED)
+    """Notice overwritten experts although the host reads no numbers: it compares at calls 1, 2, 4, 8, ..."""
+    compiled = compile_over_mesh(Model("gated", layers=1), make_mesh(), LIMITED)
     x = torch.randn(9, D)
     compiled(x)
     with torch.no_grad():
@@ -274,19 +275,19 @@ def case_overwritten_experts() -> None:
     raise AssertionError("was not noticed")
 
 
-FAULTS = {"start_gather": 8, "start_scatter": 6}  # tensors that two layers send, there and back
+FAULTS = {"start_gather": 8, "start_scatter": 6}  # tensors that two layers send in forward and backward
 
 
-def case_verified() -> None:
-    """A wrong row in any collective is seen."""
+def case_verify_detects_wrong_rows() -> None:
+    """Report a wrong row in any collective."""
     model = Model("joined", layers=2)
-    compiled = compiled_beside(model, one_axis(), LIMITED)
+    compiled = compile_over_mesh(model, make_mesh(), LIMITED)
     x = torch.randn(9 + dist.get_rank(), D)
     report = moefx.verify(compiled, model, x, token_counts=(5,))
     assert report.ok, report
     wrong_at = [(name, at) for name, number in FAULTS.items() for at in range(number // 2)]
     for name, at in sampled(wrong_at, 4):
-        with faulty(name, at):
+        with inject_fault(name, at):
             report = moefx.verify(compiled, model, x, routings=False, token_counts=())
         seen = [None] * dist.get_world_size()
         dist.all_gather_object(seen, report.ok)
@@ -294,8 +295,8 @@ def case_verified() -> None:
 
 
 @contextlib.contextmanager
-def faulty(name: str, at: int):
-    """One rank adds 1 to its first row, or sends the choices of another token, in a collective of this kind."""
+def inject_fault(name: str, at: int):
+    """Add 1 to the first row of one rank, or exchange the selection of two tokens, in one collective."""
     started, seen = getattr(moefx.ir.ops.token_gather, name), 0
 
     def change(rows):
@@ -304,12 +305,12 @@ def faulty(name: str, at: int):
         if (seen - 1) % FAULTS[name] != at or dist.get_rank() != 1:
             return rows
         rows = rows.clone()
-        # Otherwise choices and places of another token.
+        # The other tensors are selections and places.
         rows[0] = rows[0] + 1.0 if rows.dtype.is_floating_point else rows[1]
         return rows
 
-    def wrong(parts, size, group):
+    def start_wrong(parts, size, group):
         return started(list(map(change, parts)), size, group)
 
-    with mock.patch.object(moefx.ir.ops.token_gather, name, wrong):
+    with mock.patch.object(moefx.ir.ops.token_gather, name, start_wrong):
         yield

@@ -1,4 +1,4 @@
-"""Spread blocks on GPUs, with the Triton kernels: each rank's own with NCCL, or one that all share with gloo."""
+"""Distributed blocks on GPUs, with the Triton kernels: one GPU per rank with NCCL, or a shared one with gloo."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moefx.errors import InvalidInput
 from moefx.ir import op_providers
 
 from ..blocks import D
-from .models import Model, compiled_beside
+from .models import Model, compile_over_mesh
 from .pipeline_training_cases import LENGTH, VOCAB, Decoder, loss_fn
 
 SHAPE = Shape("small", T=300, d=128, h=64, E=16, K=4)
@@ -25,13 +25,13 @@ SHAPE = Shape("small", T=300, d=128, h=64, E=16, K=4)
 _ALIVE_AT_THE_END: list[object] = []
 
 
-def one_axis():
+def make_mesh():
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     return init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("ep",))
 
 
 def case_ways() -> None:
-    mesh = one_axis()
+    mesh = make_mesh()
     torch.manual_seed(0)
     layer = Layer(SHAPE, shared=True)
     for dispatch in ("flat", "dedup", "rbd", "halo", *(["gather"] if dist.get_backend() == "nccl" else [])):
@@ -53,9 +53,9 @@ def case_ways() -> None:
 
 
 def case_auto() -> None:
-    """Compares "gather" over NCCL, and leaves it out over gloo, which cannot run it on GPUs."""
+    """Consider "gather" over NCCL only: gloo cannot run it on GPUs."""
     torch.manual_seed(0)
-    layer, mesh = Layer(SHAPE), one_axis()
+    layer, mesh = Layer(SHAPE), make_mesh()
     example = (torch.zeros(64, SHAPE.d, device="cuda", dtype=torch.bfloat16),)
     plan = moefx.Plan(node_size=dist.get_world_size(), validation="symbolic")
     compiled = moefx.compile(copy.deepcopy(layer), mesh=mesh, plan=plan, example_inputs=example)
@@ -69,9 +69,9 @@ def case_auto() -> None:
 
 
 def case_micro_batches_in_flight() -> None:
-    """Each has buffers of its own, and memory of those before: the device is not asked for more from some step on."""
+    """Give each micro-batch its own buffers and reuse memory of earlier ones: later steps allocate nothing."""
     torch.manual_seed(0)
-    layer, mesh = Layer(SHAPE), one_axis()
+    layer, mesh = Layer(SHAPE), make_mesh()
     plan = moefx.Plan(dispatch="halo", node_size=dist.get_world_size() // 2, validation="symbolic")
     example = (torch.zeros(64, SHAPE.d, device="cuda", dtype=torch.bfloat16),)
     compiled = moefx.compile(layer, mesh=mesh, plan=plan, example_inputs=example)
@@ -95,19 +95,19 @@ def case_micro_batches_in_flight() -> None:
     assert torch.cuda.memory_stats()["segment.all.allocated"] == asked
 
 
-def case_a_model_that_is_elsewhere() -> None:
+def case_models_on_other_devices() -> None:
     layer = Layer(SHAPE).to("cpu")
     try:
-        moefx.compile(layer, mesh=one_axis(), example_inputs=(torch.zeros(64, SHAPE.d, dtype=torch.bfloat16),))
+        moefx.compile(layer, mesh=make_mesh(), example_inputs=(torch.zeros(64, SHAPE.d, dtype=torch.bfloat16),))
     except InvalidInput as found:
         assert "is on cpu, the mesh is of cuda" in str(found)
     else:
         raise AssertionError("compiled")
 
 
-def case_training_is_that_of_one_process() -> None:
-    """Three steps of `parallelize` on parts of the batches, in float32."""
-    one_axis()
+def case_training_equals_one_process() -> None:
+    """Train three steps with `parallelize` on parts of the batches, in float32."""
+    make_mesh()
     ranks, rank = dist.get_world_size(), dist.get_rank()
     batches = torch.randn(3, ranks, 50, D, generator=torch.Generator().manual_seed(0)).cuda()
 
@@ -125,20 +125,20 @@ def case_training_is_that_of_one_process() -> None:
     ):
         mesh = init_device_mesh("cuda", sizes, mesh_dim_names=("dp", "ep"))
         plan = moefx.Plan(expert_axis="ep", validation="symbolic")
-        model = compiled_beside(Model(kind, layers=1).cuda(), mesh, plan)
+        model = compile_over_mesh(Model(kind, layers=1).cuda(), mesh, plan)
         train(moefx.parallelize(model, mesh, **options), batches[:, rank], moefx.clip_grad_norm_)
-        clip = lambda of, norm: torch.nn.utils.clip_grad_norm_(of.parameters(), norm)  # noqa: E731
+        clip = lambda model, norm: torch.nn.utils.clip_grad_norm_(model.parameters(), norm)  # noqa: E731
         wanted = train(Model(kind, layers=1).cuda(), batches.flatten(1, 2), clip).state_dict()
         for name, value in moefx.full_state_dict(model).items():
-            what = f"{kind} {sizes} {options} {name}"
-            torch.testing.assert_close(value.cpu(), wanted[name].cpu(), rtol=0, atol=2e-3, msg=what)
+            label = f"{kind} {sizes} {options} {name}"
+            torch.testing.assert_close(value.cpu(), wanted[name].cpu(), rtol=0, atol=2e-3, msg=label)
 
 
 def case_pipelines() -> None:
-    """Three steps of `pipeline`, a stage on each GPU, in float32."""
-    one_axis()
+    """Train three steps with `pipeline`, one stage per GPU, in float32."""
+    make_mesh()
     if dist.get_backend() != "nccl":
-        return  # gloo sends no tensors of a GPU from rank to rank
+        return  # gloo cannot send GPU tensors between ranks
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cuda", (ranks,), mesh_dim_names=("pp",))
     generator = torch.Generator().manual_seed(0)
@@ -165,10 +165,10 @@ def case_pipelines() -> None:
 
 
 def case_training_in_a_captured_step() -> None:
-    """As the step itself, and with a graph that is alive when the process group ends."""
-    mesh = one_axis()
+    """Capture the whole step, and keep a graph alive until the process group ends."""
+    mesh = make_mesh()
     if dist.get_backend() != "nccl":
-        return  # a graph cannot hold gloo's collectives
+        return  # a CUDA graph cannot contain collectives of gloo
     layer = Layer(SHAPE)
     plan = moefx.Plan(dispatch="gather", max_tokens=SHAPE.T, validation="symbolic", gradients="manual")
     example = (torch.zeros(64, SHAPE.d, device="cuda", dtype=torch.bfloat16),)
@@ -195,10 +195,10 @@ def case_training_in_a_captured_step() -> None:
 
 
 def case_gathered_in_a_cuda_graph() -> None:
-    """Replay a training step as one graph with other tokens; a way that reads numbers of rows refuses the capture."""
-    mesh = one_axis()
+    """Replay a training step as one graph with other tokens. Refuse to capture dispatches that read row counts."""
+    mesh = make_mesh()
     if dist.get_backend() != "nccl":
-        return  # a graph cannot hold gloo's collectives
+        return  # a CUDA graph cannot contain collectives of gloo
     torch.manual_seed(0)
     layer = Layer(SHAPE, shared=True)
     example = (torch.zeros(64, SHAPE.d, device="cuda", dtype=torch.bfloat16),)
@@ -232,7 +232,7 @@ def case_gathered_in_a_cuda_graph() -> None:
         found = [t.clone() for t in captured]
         torch.cuda.synchronize()
         assert all(map(torch.equal, found, step())), seed
-    del graph, captured, found  # a graph that holds a communicator keeps the process group from ending
+    del graph, captured, found  # a graph that holds a communicator keeps the process group alive
     uneven = moefx.compile(copy.deepcopy(layer), mesh=mesh, plan=plan.replace(dispatch="dedup", max_tokens=None),
                            example_inputs=example)  # fmt: skip
     uneven(x)

@@ -18,7 +18,7 @@ from moefx.runtime.ranks.link_costs import Link
 
 from ..blocks import D
 from .launch import sampled
-from .models import Model, check, compiled_beside
+from .models import Model, check, compile_over_mesh
 
 PLANS = {
     "rbd": moefx.Plan(dispatch="rbd", validation="symbolic"),
@@ -27,12 +27,12 @@ PLANS = {
 }
 
 
-def one_axis() -> DeviceMesh:
+def make_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
 
 
 def case_kinds_of_experts() -> None:
-    mesh = one_axis()
+    mesh = make_mesh()
     if mesh.size() == 8:
         return
     for plan, kind in sampled(itertools.product(PLANS.values(), ("biased", "every expert", "joined")), 4):
@@ -40,7 +40,7 @@ def case_kinds_of_experts() -> None:
 
 
 def case_topologies() -> None:
-    mesh, world = one_axis(), dist.get_world_size()
+    mesh, world = make_mesh(), dist.get_world_size()
     levels = [(2, ()), (1, ()), (4, ())] if world == 4 else [(4, ()), (2, (4,))]
     for plan, (node_size, above) in sampled(itertools.product(PLANS.values(), levels), 2):
         planned = plan.replace(node_size=node_size, topology_levels=above)
@@ -48,7 +48,7 @@ def case_topologies() -> None:
 
 
 def case_ranks_in_another_order() -> None:
-    """Positions are not the ranks of the axis."""
+    """Order the ranks of the axis differently from their positions."""
     world = dist.get_world_size()
     if world == 8:
         return
@@ -72,17 +72,17 @@ def case_groups_of_ranks_that_are_not_neighbours() -> None:
 
 
 def case_few_tokens() -> None:
-    """None on some ranks, and all on one."""
-    mesh, world = one_axis(), dist.get_world_size()
+    """Run no tokens on some ranks, and all on one."""
+    mesh, world = make_mesh(), dist.get_world_size()
     for plan in [PLANS["halo"]] if world == 8 else PLANS.values():
         for some in (lambda rank: rank % 2, lambda rank: 11 * (rank == 1)):
             x = torch.randn(some(dist.get_rank()), D, dtype=torch.float64)
             check(Model("stacked", layers=1, num_experts=world).double(), mesh, plan.replace(node_size=2), x)
 
 
-def case_the_same_sums() -> None:
-    """With numbers whose sums are exact, every way gives the same bits; and so do two runs with any numbers."""
-    mesh, world = one_axis(), dist.get_world_size()
+def case_equal_sums() -> None:
+    """Return equal bits with every dispatch if all sums are exact, and in repeated runs with any numbers."""
+    mesh, world = make_mesh(), dist.get_world_size()
     if world == 8:
         return
     model = Model("stacked", layers=1, num_experts=world)
@@ -94,7 +94,7 @@ def case_the_same_sums() -> None:
     dispatches = [moefx.Plan(dispatch="flat"), moefx.Plan(dispatch="dedup"), *PLANS.values()]
     outs = []
     for plan in dispatches:
-        compiled = compiled_beside(model.blocks[0], mesh, plan.replace(node_size=2))
+        compiled = compile_over_mesh(model.blocks[0], mesh, plan.replace(node_size=2))
         outs.append(compiled(x))
         assert torch.equal(outs[-1], outs[0])
         rough = torch.randn(30, D)
@@ -102,8 +102,8 @@ def case_the_same_sums() -> None:
 
 
 def case_chunks() -> None:
-    """Tokens that travel in several parts."""
-    mesh, world = one_axis(), dist.get_world_size()
+    """Exchange tokens in several chunks."""
+    mesh, world = make_mesh(), dist.get_world_size()
     if world == 8:
         return
     for plan in sampled((moefx.Plan(dispatch="flat"), moefx.Plan(dispatch="dedup"), *PLANS.values()), 2):
@@ -115,21 +115,21 @@ def case_chunks() -> None:
             check(Model(kind, layers=1, num_experts=world).double(), mesh, in_parts, x)
 
 
-def case_what_is_fastest_is_picked() -> None:
-    """By what is measured; the same way on every rank."""
-    mesh, world = one_axis(), dist.get_world_size()
+def case_auto_picks_the_fastest_dispatch() -> None:
+    """Pick the dispatch that is fastest by measurements, on all ranks the same."""
+    mesh, world = make_mesh(), dist.get_world_size()
     for above in [(), (4,)] if world == 8 else [()]:
         plan = moefx.Plan(node_size=2, topology_levels=above, validation="symbolic")
-        (line,) = experts_over(check(Model("stacked", layers=1, num_experts=world).double(), mesh, plan))
-        said = line.partition("auto: predicted for 4096 tokens a rank ")[2].rstrip(")").split(", ")
-        assert [way.split()[0] for way in said] == ["flat", "dedup", "rbd", "halo"], line
+        (line,) = read_expert_lines(check(Model("stacked", layers=1, num_experts=world).double(), mesh, plan))
+        predictions = line.partition("auto: predicted for 4096 tokens a rank ")[2].rstrip(")").split(", ")
+        assert [way.split()[0] for way in predictions] == ["flat", "dedup", "rbd", "halo"], line
         found = [None] * world
         dist.all_gather_object(found, line)
         assert len(set(found)) == 1, found
 
 
 def case_slow_links_between_racks() -> None:
-    mesh, world = one_axis(), dist.get_world_size()
+    mesh, world = make_mesh(), dist.get_world_size()
     if world < 8:
         return
 
@@ -138,44 +138,44 @@ def case_slow_links_between_racks() -> None:
 
     plan = moefx.Plan(node_size=2, topology_levels=(4,), validation="symbolic")
     topology = moefx.runtime.ranks.topology
-    # Nothing is timed here, packing neither: with HALO less is packed, which tips a balance of 2 %.
+    # No times are measured, not even of packing: HALO packs less, which would decide a difference of 2 %.
     for handling, way in ((0.0, "rbd"), (1e-7, "halo")):
         with (
             mock.patch.object(topology, "measure_link", link),
             mock.patch.object(topology, "measure_handling", lambda *_, found=handling: found),
         ):
-            (line,) = experts_over(check(Model("stacked", layers=1, num_experts=world).double(), mesh, plan))
+            (line,) = read_expert_lines(check(Model("stacked", layers=1, num_experts=world).double(), mesh, plan))
         assert "(2 x 2 x 2)" in line and f"its ranks, {way} (auto: predicted" in line, line
 
 
-def case_one_node() -> None:
-    """Nothing is measured."""
-    mesh, world = one_axis(), dist.get_world_size()
+def case_one_node_needs_no_measurement() -> None:
+    """Decide without measurements."""
+    mesh, world = make_mesh(), dist.get_world_size()
     plan = moefx.Plan(node_size=world, validation="symbolic")
     with mock.patch.object(moefx.runtime.ranks.topology, "measure_link", side_effect=AssertionError):
-        (line,) = experts_over(compiled_beside(Model("stacked", layers=1, num_experts=world), mesh, plan))
+        (line,) = read_expert_lines(compile_over_mesh(Model("stacked", layers=1, num_experts=world), mesh, plan))
     assert "auto: one level, and 'dedup' sends the fewest rows" in line, line
 
 
-def experts_over(compiled: nn.Module) -> list[str]:
+def read_expert_lines(compiled: nn.Module) -> list[str]:
     return [line for line in str(moefx.explain(compiled)).splitlines() if "experts over" in line]
 
 
-def case_nodes_that_do_not_fit() -> None:
+def case_invalid_node_sizes_raise() -> None:
     world = dist.get_world_size()
 
     def refused(text: str, mesh: DeviceMesh, **plan) -> None:
         try:
-            compiled_beside(Model("gated", layers=1, num_experts=world), mesh, moefx.Plan(dispatch="rbd", **plan))
+            compile_over_mesh(Model("gated", layers=1, num_experts=world), mesh, moefx.Plan(dispatch="rbd", **plan))
         except InvalidPlan as found:
             assert text in str(found), found
         else:
             raise AssertionError(f"expected {text}")
 
-    refused(f"Plan(node_size=...) is 3, but the {world} ranks are not whole nodes", one_axis(), node_size=3)
+    refused(f"Plan(node_size=...) is 3, but the {world} ranks are not whole nodes", make_mesh(), node_size=3)
     refused(
         "units of 3 ranks do not consist of several whole units of 2, the level below (a node)",
-        one_axis(),
+        make_mesh(),
         node_size=2,
         topology_levels=(3,),
     )

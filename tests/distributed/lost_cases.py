@@ -15,14 +15,14 @@ from moefx.errors import InvalidPlan, NoMoEBlockFound, RanksLost
 
 from ..blocks import D, Gated, Loop
 from .launch import sampled
-from .models import BLOCKS, Model, compiled_beside
+from .models import BLOCKS, Model, compile_over_mesh
 
 
-def one_axis():
+def make_mesh():
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
 
 
-def differs(compile, *texts: str, error: type[Exception] = InvalidPlan) -> None:
+def check_raises(compile, *texts: str, error: type[Exception] = InvalidPlan) -> None:
     try:
         compile()
     except error as found:
@@ -31,52 +31,56 @@ def differs(compile, *texts: str, error: type[Exception] = InvalidPlan) -> None:
         raise AssertionError("compiled")
 
 
-def case_other_plans() -> None:
+def case_different_plans() -> None:
     plan = moefx.Plan(dispatch="flat" if dist.get_rank() == 1 else "dedup")
-    differs(
-        lambda: compiled_beside(Model("gated"), one_axis(), plan),
+    check_raises(
+        lambda: compile_over_mesh(Model("gated"), make_mesh(), plan),
         "do not agree on Plan(dispatch=...)",
         "'flat'",
         "'dedup'",
     )
 
 
-def case_other_models() -> None:
+def case_different_models() -> None:
     kind = "gated" if dist.get_rank() else "every expert"
-    differs(lambda: compiled_beside(Model(kind), one_axis(), moefx.Plan()),
+    check_raises(lambda: compile_over_mesh(Model(kind), make_mesh(), moefx.Plan()),
             "rewritten blocks", "4 experts, 2 a token", "4 experts, 4 a token")  # fmt: skip
 
 
-def case_a_rank_that_finds_nothing() -> None:
+def case_one_rank_finds_no_block() -> None:
     model = BLOCKS["gated"]() if dist.get_rank() else Gated()
-    differs(
-        lambda: moefx.compile(model, mesh=one_axis(), example_inputs=(torch.zeros(9, D),)), "rewritten blocks", "none"
+    check_raises(
+        lambda: moefx.compile(model, mesh=make_mesh(), example_inputs=(torch.zeros(9, D),)), "rewritten blocks", "none"
     )
 
 
-def case_a_rank_that_raises() -> None:
+def case_one_rank_fails() -> None:
     inputs = (torch.zeros(9, D if dist.get_rank() else 3),)
     model = BLOCKS["gated"]()
-    differs(lambda: moefx.compile(model, mesh=one_axis(), example_inputs=inputs), "rewritten blocks", "none, ")
+    check_raises(lambda: moefx.compile(model, mesh=make_mesh(), example_inputs=inputs), "rewritten blocks", "none, ")
 
 
-def case_none_finds_anything() -> None:
+def case_no_rank_finds_a_block() -> None:
     inputs = (torch.zeros(9, D),)
-    differs(lambda: moefx.compile(Gated(), mesh=one_axis(), example_inputs=inputs), error=NoMoEBlockFound)
+    check_raises(lambda: moefx.compile(Gated(), mesh=make_mesh(), example_inputs=inputs), error=NoMoEBlockFound)
 
 
-def case_other_nodes() -> None:
+def case_different_node_sizes() -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "4" if dist.get_rank() else "2"
     try:
-        differs(lambda: compiled_beside(Model("gated"), one_axis(), moefx.Plan()), "nodes of ranks", "2 x 2", "4")
+        check_raises(
+            lambda: compile_over_mesh(Model("gated"), make_mesh(), moefx.Plan()), "nodes of ranks", "2 x 2", "4"
+        )
         os.environ["LOCAL_WORLD_SIZE"] = "2" if dist.get_rank() else "3"
-        differs(lambda: compiled_beside(Model("gated"), one_axis(), moefx.Plan()), "nodes of ranks", "not whole nodes")
+        check_raises(
+            lambda: compile_over_mesh(Model("gated"), make_mesh(), moefx.Plan()), "nodes of ranks", "not whole nodes"
+        )
     finally:
         del os.environ["LOCAL_WORLD_SIZE"]
 
 
 class Sharp(Loop):
-    """A number that a call fixes is in what the experts compute: on rows of other ranks too."""
+    """Use a number of the call in the experts, on rows of other ranks too."""
 
     sharpness = 1.5
 
@@ -90,34 +94,34 @@ class Sharp(Loop):
         return out
 
 
-def case_other_calls() -> None:
+def case_different_calls() -> None:
     torch.manual_seed(0)
     block, x = Sharp(), torch.randn(5, D)
     for dispatch in sampled(("halo", "dedup"), 2):
-        plan = moefx.Plan(dispatch=dispatch, node_size=2, timeout=120.0)  # on slow machines, too
-        compiled = moefx.compile(copy.deepcopy(block), mesh=one_axis(), plan=plan, example_inputs=(x,))
+        plan = moefx.Plan(dispatch=dispatch, node_size=2, timeout=120.0)  # enough on slow machines
+        compiled = moefx.compile(copy.deepcopy(block), mesh=make_mesh(), plan=plan, example_inputs=(x,))
         odd = dist.get_rank() == 1
 
-        def raises(call, compiled=compiled) -> None:
+        def check_call_raises(call, compiled=compiled) -> None:
             others = "ranks 0, 2, 3" if dist.get_rank() == 1 else "rank 1 do"
-            differs(call, f"rank {dist.get_rank()} and {others}", error=RanksLost)
-            torch.testing.assert_close(compiled(x), block(x))  # all go on
+            check_raises(call, f"rank {dist.get_rank()} and {others}", error=RanksLost)
+            torch.testing.assert_close(compiled(x), block(x))  # all ranks continue
 
-        raises(lambda compiled=compiled, odd=odd: compiled(x, 2.0 if odd else 1.0))
+        check_call_raises(lambda compiled=compiled, odd=odd: compiled(x, 2.0 if odd else 1.0))
         compiled.sharpness = 2.0 if odd else 1.5
-        differs(lambda compiled=compiled: compiled(x), "do not run a block in the same way", error=RanksLost)
+        check_raises(lambda compiled=compiled: compiled(x), "do not run a block in the same way", error=RanksLost)
         compiled.sharpness = 1.5
 
-        def mixed(compiled=compiled, odd=odd):
+        def run_mixed(compiled=compiled, odd=odd):
             with torch.autocast("cpu", torch.bfloat16, enabled=odd):
                 compiled(x)
 
-        raises(mixed)
+        check_call_raises(run_mixed)
         torch.testing.assert_close(compiled(x, slope=3.0), block(x, slope=3.0))
 
 
-def _without_rank_1(leave) -> None:
-    compiled = compiled_beside(Model("gated"), one_axis(), moefx.Plan(timeout=3.0, dispatch="rbd", node_size=2))
+def _run_without_rank_1(leave) -> None:
+    compiled = compile_over_mesh(Model("gated"), make_mesh(), moefx.Plan(timeout=3.0, dispatch="rbd", node_size=2))
     compiled(torch.randn(5, D))
     dist.barrier()
     if dist.get_rank() == 1:
@@ -134,8 +138,8 @@ def _without_rank_1(leave) -> None:
 
 
 def dies() -> None:
-    _without_rank_1(lambda: None)
+    _run_without_rank_1(lambda: None)
 
 
 def stalls() -> None:
-    _without_rank_1(lambda: time.sleep(12))
+    _run_without_rank_1(lambda: time.sleep(12))

@@ -15,17 +15,17 @@ import moefx
 from ..blocks import D, E, Gated, Loop, Mlp, Stacked
 
 
-def dense(self, x):
+def run_mlp(self, x):
     return torch.relu(x @ self.up) @ self.down
 
 
-def half(self, x):
+def run_gated_mlp(self, x):
     gate, up = (x @ self.gate_up).chunk(2, -1)
     return (torch.sigmoid(gate) * up) @ self.down.mT
 
 
 class Picky(Loop):
-    """Divides by a value of each choice, and by its weight: rows that are not there must not."""
+    """Divide by a value of each slot and by its weight, so that missing rows give NaN."""
 
     def forward(self, x):
         scores = self.gate(x)
@@ -39,7 +39,7 @@ class Picky(Loop):
 
 
 class Kinds(Loop):
-    """Behind the experts one that is another module, and two that return the token: they stay on each rank."""
+    """Experts followed by another kind of module and by two identities, which all ranks keep."""
 
     def __init__(self, num_experts=E):
         super().__init__(Gated, k=3, num_experts=num_experts)
@@ -50,7 +50,7 @@ class Kinds(Loop):
         out, number = torch.zeros_like(x), len(self.experts)
         for e in range(number):
             t, k = torch.where(ids == e)
-            if len(t):  # else its parameters have no gradient
+            if len(t):  # otherwise its parameters have no gradient
                 out = out.index_add(0, t, self.expert(e, x[t], w[t, k, None]))
         t, k = torch.where(ids == number)
         out = out.index_add(0, t, self.other(x[t]) * w[t, k, None])
@@ -58,7 +58,7 @@ class Kinds(Loop):
 
 
 class Numbered(Loop):
-    """Each expert has two numbers, one of them in a tensor with those of the others."""
+    """Two numbers per expert, one of them in a tensor with those of all experts."""
 
     def __init__(self, num_experts=E):
         super().__init__(Gated, num_experts=num_experts)
@@ -72,7 +72,7 @@ class Numbered(Loop):
 
 
 class Flat(Loop):
-    """The experts' matrices one below the other, as in DBRX."""
+    """Concatenate the experts' matrices along one axis, as DBRX does."""
 
     def __init__(self, num_experts=E):
         super().__init__(num_experts=num_experts)
@@ -96,13 +96,13 @@ BLOCKS = {
     "gated": lambda n=E: Loop(Gated, num_experts=n),
     "biased": lambda n=E: Loop(Mlp, num_experts=n),
     "every expert": lambda n=E: Loop(Gated, k=n, num_experts=n),
-    "stacked": lambda n=E: Stacked(dense, num_experts=n, up=(D, 8), down=(8, D)),
-    "joined": lambda n=E: Stacked(half, num_experts=n, gate_up=(D, 16), down=(D, 8)),
+    "stacked": lambda n=E: Stacked(run_mlp, num_experts=n, up=(D, 8), down=(8, D)),
+    "joined": lambda n=E: Stacked(run_gated_mlp, num_experts=n, gate_up=(D, 16), down=(D, 8)),
 }
 
 
 class Model(nn.Module):
-    """The same parameters on every rank."""
+    """Layers of a block, with equal parameters on every rank."""
 
     def __init__(self, kind: str, layers: int = 2, num_experts: int = E):
         super().__init__()
@@ -117,11 +117,11 @@ class Model(nn.Module):
         return x
 
 
-def is_of_experts(name: str) -> bool:
+def is_expert_parameter(name: str) -> bool:
     return "experts" in name or name.endswith(("up", "down"))
 
 
-def compiled_beside(model: nn.Module, mesh: DeviceMesh, plan: moefx.Plan) -> nn.Module:
+def compile_over_mesh(model: nn.Module, mesh: DeviceMesh, plan: moefx.Plan) -> nn.Module:
     inputs = (torch.zeros(9, D, dtype=next(model.parameters()).dtype, device=mesh.device_type),)
     compiled = moefx.compile(copy.deepcopy(model), mesh=mesh, plan=plan, example_inputs=inputs)
     assert moefx.blocks(compiled)
@@ -129,9 +129,11 @@ def compiled_beside(model: nn.Module, mesh: DeviceMesh, plan: moefx.Plan) -> nn.
 
 
 def check(model: nn.Module, mesh: DeviceMesh, plan: moefx.Plan, x: Tensor | None = None) -> nn.Module:
-    """Outputs are those of the plain model on this rank's tokens, and so are the gradients; those of the experts are
-    the sums over the ranks of the expert axis."""
-    compiled = compiled_beside(model, mesh, plan)
+    """Compare outputs and gradients with the plain model on this rank's tokens.
+
+    Gradients of experts are sums over the ranks of the expert axis.
+    """
+    compiled = compile_over_mesh(model, mesh, plan)
     axis = plan.expert_axis or "ep"
     if x is None:
         generator = torch.Generator().manual_seed(dist.get_rank())
@@ -143,23 +145,23 @@ def check(model: nn.Module, mesh: DeviceMesh, plan: moefx.Plan, x: Tensor | None
     (want * grad).sum().backward()
     (out * grad).sum().backward()
     torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-10, atol=1e-10)
-    mine, seen = dict(compiled.named_parameters()), set()
+    compiled_parameters, seen = dict(compiled.named_parameters()), set()
     for name, parameter in model.named_parameters():  # all ranks in the same order
         wanted = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-        if is_of_experts(name):
+        if is_expert_parameter(name):
             dist.all_reduce(wanted, group=mesh.get_group(axis))
-        if (own := mine.get(name)) is None:
+        if (compiled_parameter := compiled_parameters.get(name)) is None:
             continue
         seen.add(name)
-        got = own.grad
-        if isinstance(own, DTensor):
-            assert own.shape == parameter.shape
-            slots = own.to_local().shape[0]
+        got = compiled_parameter.grad
+        if isinstance(compiled_parameter, DTensor):
+            assert compiled_parameter.shape == parameter.shape
+            slots = compiled_parameter.to_local().shape[0]
             first = mesh[axis].get_coordinate()[0] * slots
             wanted = wanted[first : first + slots]
             got = torch.zeros_like(wanted) if got is None else got.to_local()
         got = torch.zeros_like(wanted) if got is None else got
         torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
-    assert seen == set(mine)
+    assert seen == set(compiled_parameters)
     assert all(block.fallbacks == 0 for block in moefx.blocks(compiled))
     return compiled

@@ -1,4 +1,4 @@
-"""`moefx.parallelize`: training over ranks is training in one process, and mistakes raise."""
+"""`moefx.parallelize`: training over ranks equals training in one process, and mistakes raise."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from moefx.distribution.data_parallelism import _find_layers, choose_placements
 from moefx.errors import InvalidInput, InvalidPlan
 
 from ..blocks import D, Gated, Loop
-from .models import BLOCKS, Model, compiled_beside, is_of_experts
-from .state_cases import loaded, shared_folder
+from .models import BLOCKS, Model, compile_over_mesh, is_expert_parameter
+from .state_cases import create_shared_folder, load_checkpoint
 
 PLAN = moefx.Plan(validation="symbolic")
 RANKS, STEPS, PARTS = 4, 3, 2
@@ -34,21 +34,21 @@ LAYOUTS: tuple[tuple[dict[str, int], dict[str, Any]], ...] = (
     (dict(ep=2, dp=2), dict(data="hsdp", replicate_axes="dp")),
     (dict(dp=2, ep=2), dict(data="ddp")),
 )
-Training = tuple[list[torch.Tensor], dict[str, torch.Tensor]]  # losses and norms; the parameters afterwards
+Training = tuple[list[torch.Tensor], dict[str, torch.Tensor]]  # losses and norms, and the final parameters
 
 
 @functools.cache
-def mesh_of(**sizes: int) -> DeviceMesh:
+def make_mesh(**sizes: int) -> DeviceMesh:
     return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def batch(step: int, part: int) -> torch.Tensor:
+def draw_batch(step: int, part: int) -> torch.Tensor:
     """Tokens of all ranks, [RANKS, tokens, D]."""
     generator = torch.Generator().manual_seed(PARTS * step + part)
     return torch.randn(RANKS, 5, D, dtype=torch.float64, generator=generator)
 
 
-def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def compute_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).pow(2).mean() / PARTS
 
 
@@ -59,10 +59,10 @@ def train_in_one_process(kind: str) -> Training:
     for step in range(STEPS):
         optimizer.zero_grad()
         for part in range(PARTS):
-            loss = loss_of(model, batch(step, part).flatten(0, 1))
+            loss = compute_loss(model, draw_batch(step, part).flatten(0, 1))
             loss.backward()
             seen.append(loss.detach())
-        for parameter in model.parameters():  # AdamW decays weights of experts without tokens, too
+        for parameter in model.parameters():  # AdamW also decays weights of experts without tokens
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         seen.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
         optimizer.step()
@@ -70,13 +70,13 @@ def train_in_one_process(kind: str) -> Training:
 
 
 def train(model: Any, mesh: DeviceMesh, **options: bool) -> Training:
-    """The same steps on parts of the batches. The first parts do not communicate."""
+    """Train on parts of the batches. Only the last part of a step communicates."""
     seen, optimizer = [], torch.optim.AdamW(model.parameters(), lr=0.05, **options)
     for step in range(STEPS):
         optimizer.zero_grad()
         for part in range(PARTS):
             model.set_requires_gradient_sync(part == PARTS - 1)
-            loss = loss_of(model, batch(step, part)[dist.get_rank()])
+            loss = compute_loss(model, draw_batch(step, part)[dist.get_rank()])
             loss.backward()
             total = loss.detach().clone()
             dist.all_reduce(total)
@@ -87,38 +87,38 @@ def train(model: Any, mesh: DeviceMesh, **options: bool) -> Training:
     return seen, moefx.full_state_dict(model)
 
 
-def parallelized(kind: str, sizes: dict[str, int], plan: moefx.Plan = PLAN, **options: Any) -> Any:
-    mesh = mesh_of(**sizes)
-    return moefx.parallelize(compiled_beside(Model(kind, layers=1).double(), mesh, plan), mesh, **options)
+def parallelize_model(kind: str, sizes: dict[str, int], plan: moefx.Plan = PLAN, **options: Any) -> Any:
+    mesh = make_mesh(**sizes)
+    return moefx.parallelize(compile_over_mesh(Model(kind, layers=1).double(), mesh, plan), mesh, **options)
 
 
-def case_training_is_that_of_one_process() -> None:
+def case_training_equals_one_process() -> None:
     choices = itertools.cycle([{"fused": True}, {"foreach": True}, {"foreach": True}, {"fused": True}])
     for (sizes, options), kind in itertools.product(LAYOUTS, ("gated", "joined")):
         with warnings.catch_warnings():
-            warnings.filterwarnings("error", "moefx")  # nothing warns that gradients are not reduced
-            seen, parameters = train(parallelized(kind, sizes, **options), mesh_of(**sizes), **next(choices))
+            warnings.filterwarnings("error", "moefx")  # no warning about unreduced gradients
+            seen, parameters = train(parallelize_model(kind, sizes, **options), make_mesh(**sizes), **next(choices))
         wanted, reference = train_in_one_process(kind)
-        assert all(norm > 0.1 for norm in wanted[PARTS :: PARTS + 1])  # clipping changes something
-        what = functools.partial(str.format, "{} {} {}: {}", sizes, options, kind)
-        torch.testing.assert_close(seen, wanted, rtol=0, atol=1e-9, msg=what)
-        torch.testing.assert_close(parameters, dict(reference), rtol=0, atol=1e-9, msg=what)
+        assert all(norm > 0.1 for norm in wanted[PARTS :: PARTS + 1])  # clipping changes the gradients
+        message = functools.partial(str.format, "{} {} {}: {}", sizes, options, kind)
+        torch.testing.assert_close(seen, wanted, rtol=0, atol=1e-9, msg=message)
+        torch.testing.assert_close(parameters, dict(reference), rtol=0, atol=1e-9, msg=message)
 
 
-def case_training_again_gives_the_same_bits() -> None:
+def case_training_is_deterministic() -> None:
     sizes, _ = LAYOUTS[1]
     for kind in ("gated", "numbered"):
-        (seen, parameters), again = (train(parallelized(kind, sizes), mesh_of(**sizes)) for _ in range(2))
+        (seen, parameters), again = (train(parallelize_model(kind, sizes), make_mesh(**sizes)) for _ in range(2))
         assert all(map(torch.equal, seen, again[0]))
         assert all(torch.equal(value, again[1][name]) for name, value in parameters.items())
 
 
 def case_tokens_shared_by_ranks() -> None:
-    """Gradients are the mean over "dp" alone."""
+    """Average gradients only over "dp"."""
     plan = PLAN.replace(expert_axis=("dp", "tp"), sequence_axis="tp")
-    model, original = parallelized("joined", dict(dp=2, tp=2), plan), Model("joined", layers=1).double()
-    x = batch(0, 0)[:2]
-    model(x[mesh_of(dp=2, tp=2)["dp"].get_local_rank()]).pow(2).mean().backward()
+    model, original = parallelize_model("joined", dict(dp=2, tp=2), plan), Model("joined", layers=1).double()
+    x = draw_batch(0, 0)[:2]
+    model(x[make_mesh(dp=2, tp=2)["dp"].get_local_rank()]).pow(2).mean().backward()
     original(x.flatten(0, 1)).pow(2).mean().backward()
     for name, parameter in original.named_parameters():
         torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), parameter.grad)
@@ -127,8 +127,8 @@ def case_tokens_shared_by_ranks() -> None:
 def case_layouts_of_parameters() -> None:
     for (sizes, options), (of_experts, of_others) in zip(LAYOUTS, ((4, 4), (4, 4), (2, 2), (2, 1)), strict=True):
         for kind in ("gated", "joined"):
-            for name, parameter in parallelized(kind, sizes, **options).named_parameters():
-                if is_of_experts(name):  # separate ones: a whole expert, cut over the ranks with the same expert
+            for name, parameter in parallelize_model(kind, sizes, **options).named_parameters():
+                if is_expert_parameter(name):  # if not stacked: whole experts, cut over the ranks with the same expert
                     num_parts = of_experts if kind == "joined" else of_experts // sizes["ep"]
                 else:
                     num_parts = of_others
@@ -139,32 +139,35 @@ def case_layouts_of_parameters() -> None:
 
 def case_state_dicts_of_the_original() -> None:
     for (sizes, options), kind in zip(LAYOUTS, ("gated", "joined", "numbered", "gated"), strict=True):
-        model, other = parallelized(kind, sizes, **options), Model(kind, layers=1).double()
+        model, other = parallelize_model(kind, sizes, **options), Model(kind, layers=1).double()
         for parameter in other.parameters():
             parameter.data.mul_(2)
         model.load_state_dict(other.state_dict())
         found = moefx.full_state_dict(model)
         assert all(torch.equal(found[name], value) for name, value in other.state_dict().items())
-        x = batch(0, 0)[dist.get_rank()]
+        x = draw_batch(0, 0)[dist.get_rank()]
         torch.testing.assert_close(model(x), other(x))
 
 
 def case_checkpoints_reshard() -> None:
-    """Between layouts, with the optimizer's state: the same bits."""
+    """Load a checkpoint with optimizer state into another layout: all bits are equal."""
     for kind, (before, after) in (("gated", LAYOUTS[:2]), ("joined", LAYOUTS[2:0:-1])):
-        folder, saved, other = shared_folder(), *(parallelized(kind, sizes, **more) for sizes, more in (before, after))
-        train(saved, mesh_of(**before[0]))
+        folder, saved, other = (
+            create_shared_folder(),
+            *(parallelize_model(kind, sizes, **options) for sizes, options in (before, after)),
+        )
+        train(saved, make_mesh(**before[0]))
         optimizer, of_other = (torch.optim.AdamW(model.parameters()) for model in (saved, other))
-        saved(batch(0, 0)[dist.get_rank()]).sum().backward()
+        saved(draw_batch(0, 0)[dist.get_rank()]).sum().backward()
         optimizer.step()
         model_state, optimizer_state = get_state_dict(saved, optimizer)
         dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
-        loaded(other, of_other, folder)
+        load_checkpoint(other, of_other, folder)
         wanted, found = moefx.full_state_dict(saved), moefx.full_state_dict(other)
         assert wanted.keys() == found.keys() and all(torch.equal(found[name], value) for name, value in wanted.items())
         plain = Model(kind, layers=1).double()
         of_plain = torch.optim.AdamW(plain.parameters())
-        loaded(plain, of_plain, folder)
+        load_checkpoint(plain, of_plain, folder)
         assert all(torch.equal(wanted[name], value) for name, value in plain.state_dict().items())
         for name, parameter in other.named_parameters():
             moment = of_other.state[parameter]["exp_avg"].full_tensor()
@@ -172,7 +175,7 @@ def case_checkpoints_reshard() -> None:
 
 
 class Reshaping(Loop):
-    """Its output is a view."""
+    """Block that returns a view."""
 
     def forward(self, x):
         return super().forward(x.view(-1, D)).view(x.shape)
@@ -203,10 +206,10 @@ class Decoder(nn.Module):
 
 
 def case_layers_of_a_decoder() -> None:
-    """Layers are gathered one after the other, in the dtype of the policy."""
-    mesh, original, x = mesh_of(dp=2, ep=2), Decoder(), torch.randn(9, D)
+    """Gather layers one after another, in the dtype of the policy."""
+    mesh, original, x = make_mesh(dp=2, ep=2), Decoder(), torch.randn(9, D)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model: Any = moefx.parallelize(compiled_beside(original, mesh, PLAN), mesh, mp_policy=policy)
+    model: Any = moefx.parallelize(compile_over_mesh(original, mesh, PLAN), mesh, mp_policy=policy)
     sharded = {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     assert sharded == {"", "layers.0", "layers.1", "layers.1.moe", "layers.2", "layers.2.moe"}
     out = model(x)
@@ -227,7 +230,7 @@ def case_layers_in_other_containers() -> None:
         assert {*found} == layers | inner
 
 
-def raises(error: type[Exception], text: str, call: Callable[..., Any], *args: Any, **options: Any) -> None:
+def check_raises(error: type[Exception], text: str, call: Callable[..., Any], *args: Any, **options: Any) -> None:
     try:
         call(*args, **options)
     except error as found:
@@ -237,7 +240,8 @@ def raises(error: type[Exception], text: str, call: Callable[..., Any], *args: A
 
 
 def case_mistakes_in_the_call() -> None:
-    mesh, model = mesh_of(dp=2, ep=2), compiled_beside(Model("gated", layers=1).double(), mesh_of(dp=2, ep=2), PLAN)
+    mesh = make_mesh(dp=2, ep=2)
+    model = compile_over_mesh(Model("gated", layers=1).double(), mesh, PLAN)
     for text, options in (
         ("expected one of 'fsdp', 'ddp', 'hsdp'", dict(data="zero")),
         ("no such axis; it has dp=2, ep=2", dict(shard_axes="fsdp")),
@@ -247,55 +251,55 @@ def case_mistakes_in_the_call() -> None:
         ("use data='hsdp' to replicate", dict(replicate_axes="dp")),
         ("use data='fsdp' or 'hsdp' to shard", dict(data="ddp", shard_axes="dp")),
     ):
-        raises(InvalidPlan, text, moefx.parallelize, model, mesh, **options)
-    raises(InvalidPlan, "compiled over the mesh (dp=2, ep=2)", moefx.parallelize, model, mesh_of(ep=2, dp=2))
-    raises(InvalidInput, "call moefx.compile(model, mesh=mesh)", moefx.parallelize, Model("gated"), mesh)
-    shared = mesh_of(ep=2, tp=2)
-    replicas = compiled_beside(Model("gated", layers=1).double(), shared, PLAN)
-    raises(InvalidPlan, "The data axes are 'ep'", moefx.parallelize, replicas, shared, shard_axes=("ep", "tp"))
-    stages, stage = mesh_of(pp=2, ep=2), Model("gated", layers=1).double()
+        check_raises(InvalidPlan, text, moefx.parallelize, model, mesh, **options)
+    check_raises(InvalidPlan, "compiled over the mesh (dp=2, ep=2)", moefx.parallelize, model, make_mesh(ep=2, dp=2))
+    check_raises(InvalidInput, "call moefx.compile(model, mesh=mesh)", moefx.parallelize, Model("gated"), mesh)
+    shared = make_mesh(ep=2, tp=2)
+    replicas = compile_over_mesh(Model("gated", layers=1).double(), shared, PLAN)
+    check_raises(InvalidPlan, "The data axes are 'ep'", moefx.parallelize, replicas, shared, shard_axes=("ep", "tp"))
+    stages, stage = make_mesh(pp=2, ep=2), Model("gated", layers=1).double()
     stage.first.bias.data.fill_(stages["pp"].get_local_rank())
-    stage = compiled_beside(stage, stages, PLAN)
-    raises(InvalidPlan, "over the ranks of the stage, mesh['ep']", moefx.parallelize, stage, stages)
-    moefx.parallelize(model, mesh)  # the calls above left the model as it was
-    raises(InvalidInput, "is parallelized already", moefx.parallelize, model, mesh)
+    stage = compile_over_mesh(stage, stages, PLAN)
+    check_raises(InvalidPlan, "over the ranks of the stage, mesh['ep']", moefx.parallelize, stage, stages)
+    moefx.parallelize(model, mesh)  # the calls above left the model unchanged
+    check_raises(InvalidInput, "is parallelized already", moefx.parallelize, model, mesh)
 
 
 def case_models_that_cannot_be_sharded() -> None:
-    mesh = mesh_of(dp=2, ep=2)
+    mesh = make_mesh(dp=2, ep=2)
     tied = Model("joined")
     tied.blocks[1].gate_up, tied.blocks[1].down = tied.blocks[0].gate_up, tied.blocks[0].down
-    tied = compiled_beside(tied, mesh, PLAN)
+    tied = compile_over_mesh(tied, mesh, PLAN)
     text = "blocks.0.gate_up and blocks.1.gate_up are the same parameter"
-    raises(InvalidInput, text, moefx.parallelize, tied, mesh)
+    check_raises(InvalidInput, text, moefx.parallelize, tied, mesh)
     scaled = Model("joined", layers=1)
     scaled.scale = nn.Parameter(torch.tensor(1.0))
-    scaled = compiled_beside(scaled, mesh, PLAN)
-    raises(InvalidInput, "scale has no dimension", moefx.parallelize, scaled, mesh)
-    block = compiled_beside(BLOCKS["gated"](), mesh, PLAN)
-    raises(InvalidInput, "nn.Sequential(block)", moefx.parallelize, block, mesh)
+    scaled = compile_over_mesh(scaled, mesh, PLAN)
+    check_raises(InvalidInput, "scale has no dimension", moefx.parallelize, scaled, mesh)
+    block = compile_over_mesh(BLOCKS["gated"](), mesh, PLAN)
+    check_raises(InvalidInput, "nn.Sequential(block)", moefx.parallelize, block, mesh)
 
 
 def case_experts_that_cannot_be_cut() -> None:
-    holder, axis = nn.Module(), mesh_of(dp=2, ep=2)["ep"]
+    holder, axis = nn.Module(), make_mesh(dp=2, ep=2)["ep"]
     holder.stack = nn.Parameter(DTensor.from_local(torch.zeros(1, 3), axis, [Shard(0)], run_check=False))
     ((_, placement),) = choose_placements(holder, {holder.stack}, num_shards=3)
     assert placement == Shard(1)
     text = "stack has the shape [1, 3] on a rank, and no dimension can be cut into 2"
-    raises(InvalidPlan, text, lambda: dict(choose_placements(holder, {holder.stack}, num_shards=2)))
+    check_raises(InvalidPlan, text, lambda: dict(choose_placements(holder, {holder.stack}, num_shards=2)))
 
 
 def case_other_calls() -> None:
-    mesh, x = mesh_of(dp=2, ep=2), batch(0, 0)[dist.get_rank()]
-    model = parallelized("gated", dict(dp=2, ep=2))
-    raises(InvalidInput, "would reduce its gradients twice", DistributedDataParallel, model)
+    mesh, x = make_mesh(dp=2, ep=2), draw_batch(0, 0)[dist.get_rank()]
+    model = parallelize_model("gated", dict(dp=2, ep=2))
+    check_raises(InvalidInput, "would reduce its gradients twice", DistributedDataParallel, model)
     parent = nn.Sequential(nn.Linear(D, D).double(), model)
     ignored = [f"1.{name}" for name, _ in model.named_parameters()]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(parent, ignored)
-    raises(InvalidInput, "would reduce its gradients twice", DistributedDataParallel(parent), x)
-    raises(InvalidInput, "before moefx.parallelize", moefx.verify, model, Model("gated", layers=1).double(), (x,))
+    check_raises(InvalidInput, "would reduce its gradients twice", DistributedDataParallel(parent), x)
+    check_raises(InvalidInput, "before moefx.parallelize", moefx.verify, model, Model("gated", layers=1).double(), (x,))
     experts, others, _ = moefx.explain(model).gradients
     assert experts.endswith("sharded over 'dp'") and others.endswith("sharded over 'dp' and 'ep'")
-    sharded = compiled_beside(Model("gated", layers=1).double(), mesh, PLAN)
+    sharded = compile_over_mesh(Model("gated", layers=1).double(), mesh, PLAN)
     fully_shard(sharded, mesh=mesh["dp"])
-    raises(InvalidInput, "fully_shard was called on the model", moefx.parallelize, sharded, mesh)
+    check_raises(InvalidInput, "fully_shard was called on the model", moefx.parallelize, sharded, mesh)

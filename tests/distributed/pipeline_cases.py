@@ -1,4 +1,4 @@
-"""Spread models in pipelines, and models of transformers."""
+"""Distributed models in pipelines, and models of transformers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from moefx.errors import InvalidPlan
 
 from ..blocks import D
 from .launch import sampled
-from .models import Model, is_of_experts
+from .models import Model, is_expert_parameter
 
 
 class Half(nn.Module):
-    """One stage: a layer of the model."""
+    """Stage with one layer of the model."""
 
     def __init__(self, model: Model, number: int):
         super().__init__()
@@ -38,12 +38,12 @@ PLAN = moefx.Plan(validation="symbolic")
 TOKENS = torch.zeros(9, D)
 
 
-def loss(out, target):
+def compute_loss(out, target):
     return ((out - target) ** 2).sum()
 
 
 def case_two_stages_of_two_ranks() -> None:
-    """1F1B: several micro-batches are in flight."""
+    """Run 1F1B with several micro-batches in flight."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
     stage, micro, size = mesh["pp"].get_local_rank(), 4, 6
     for dispatch in ("dedup", "flat"):
@@ -52,29 +52,29 @@ def case_two_stages_of_two_ranks() -> None:
         half = moefx.compile(Half(copy.deepcopy(model), stage), mesh=mesh, plan=plan, example_inputs=(TOKENS,))
         torch.manual_seed(mesh["ep"].get_local_rank())
         x, target = torch.randn(micro * size, D), torch.randn(micro * size, D)
-        made = PipelineStage(half, stage, 2, torch.device("cpu"), group=mesh.get_group("pp"))
-        schedule = Schedule1F1B(made, micro, loss_fn=loss, scale_grads=False)
+        pipeline_stage = PipelineStage(half, stage, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+        schedule = Schedule1F1B(pipeline_stage, micro, loss_fn=compute_loss, scale_grads=False)
         schedule.step(*([x] if stage == 0 else []), **({"target": target} if stage == 1 else {}))
-        loss(model(x), target).backward()
+        compute_loss(model(x), target).backward()
         compared = 0
         for name, p in Half(model, stage).named_parameters():
             wanted = torch.zeros_like(p) if p.grad is None else p.grad.clone()
-            if is_of_experts(name):
+            if is_expert_parameter(name):
                 dist.all_reduce(wanted, group=mesh.get_group("ep"))
-            own = dict(half.named_parameters()).get(name)
-            if own is not None:
-                got = torch.zeros_like(own) if own.grad is None else own.grad
+            parameter = dict(half.named_parameters()).get(name)
+            if parameter is not None:
+                got = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
                 compared += 1
         assert compared >= 7
 
 
 def case_a_pipeline_axis_without_stages() -> None:
-    """`compile` cuts no model into stages; of a mesh without the axis each stage takes a part."""
+    """Refuse to cut a model into stages: with a mesh without the axis each stage compiles its part."""
     mesh, model, example = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep")), Model("gated"), (TOKENS,)
     with torch.device("meta"):
         meta = Model("gated")
-    alike = copy.deepcopy(model.blocks[0])  # two stages that happen to have the same parameters
+    alike = copy.deepcopy(model.blocks[0])  # two stages with the same parameters by chance
     for whole in (model, meta, alike):
         for plan in (PLAN, PLAN.replace(expert_axis="ep"), PLAN.replace(expert_axis="auto")):
             for call in (moefx.compile, moefx.explain):

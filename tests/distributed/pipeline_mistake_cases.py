@@ -1,4 +1,4 @@
-"""Natural mistakes with `moefx.pipeline`: each raises with the right call, on every rank that it would stop."""
+"""Common mistakes with `moefx.pipeline` raise with the correct call, on every rank that they affect."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import moefx
 from moefx.errors import CaptureError, InvalidInput, InvalidPlan, NoMoEBlockFound
 
 from ..blocks import D
-from .parallelize_cases import mesh_of, raises
+from .parallelize_cases import check_raises, make_mesh
 from .pipeline_training_cases import DELAYED, EXAMPLE, LENGTH, PLAN, Decoder, Layer, build
 
 IDS = torch.zeros(8, LENGTH, dtype=torch.long)
 
 
 def case_arguments_of_the_call() -> None:
-    mesh, model = mesh_of(pp=2, ep=2), Decoder("gated", None)
+    mesh, model = make_mesh(pp=2, ep=2), Decoder("gated", None)
     counts = {"pp": 2, "ep": 2, "zero": 1, "microbatches": 8}
     build(model, mesh, plan=PLAN.replace(expert_axis="ep", layout=counts), microbatches=8)
     for text, options in (
@@ -45,84 +45,86 @@ def case_arguments_of_the_call() -> None:
         ("data='ddp' shares nothing (ZeRO-0)", dict(data="ddp", zero=2)),
         ("chunks=2 makes 4 stages, and schedule='1f1b' takes 2", dict(chunks=2)),
     ):  # fmt: skip
-        raises(InvalidPlan, text, build, model, mesh, **options)
-    raises(InvalidPlan, 'mesh_dim_names=("pp", "ep")', build, model, mesh_of(dp=2, ep=2))
-    raises(InvalidInput, "expected a function of (output, target)", build, model, mesh, loss_fn=None)
-    raises(NoMoEBlockFound, "no stage of the pipeline has a block", build, Decoder(None, None), mesh)
+        check_raises(InvalidPlan, text, build, model, mesh, **options)
+    check_raises(InvalidPlan, 'mesh_dim_names=("pp", "ep")', build, model, make_mesh(dp=2, ep=2))
+    check_raises(InvalidInput, "expected a function of (output, target)", build, model, mesh, loss_fn=None)
+    check_raises(NoMoEBlockFound, "no stage of the pipeline has a block", build, Decoder(None, None), mesh)
     compiled = moefx.compile(Decoder("gated", "gated"), EXAMPLE, plan=PLAN)
-    raises(InvalidInput, "pass the original model", build, compiled, mesh)
+    check_raises(InvalidInput, "pass the original model", build, compiled, mesh)
     loss = functools.partial(lambda model, output, target: model.layers[0].balance, model)
-    raises(InvalidInput, "loss_fn uses Decoder of the model", build, model, mesh, loss_fn=loss)
+    check_raises(InvalidInput, "loss_fn uses Decoder of the model", build, model, mesh, loss_fn=loss)
 
 
 def case_inputs_of_a_step() -> None:
-    mesh = mesh_of(pp=2, ep=2)
+    mesh = make_mesh(pp=2, ep=2)
     pipe = build(Decoder("gated", "joined"), mesh)
-    raises(InvalidInput, "the batch of 6 cannot be cut into microbatches=4", pipe.step, IDS[:6], target=IDS[:6])
-    raises(InvalidInput, "Ranks of one pipeline pass the same inputs", pipe.step, target=IDS)
-    raises(InvalidInput, "step(..., target=) is missing", pipe.step, IDS)
-    raises(InvalidInput, "the target has the shape [24], and the batch is 8", pipe.step, IDS, target=IDS.flatten())
+    check_raises(InvalidInput, "the batch of 6 cannot be cut into microbatches=4", pipe.step, IDS[:6], target=IDS[:6])
+    check_raises(InvalidInput, "Ranks of one pipeline pass the same inputs", pipe.step, target=IDS)
+    check_raises(InvalidInput, "step(..., target=) is missing", pipe.step, IDS)
+    check_raises(
+        InvalidInput, "the target has the shape [24], and the batch is 8", pipe.step, IDS, target=IDS.flatten()
+    )
     shift = torch.zeros(5, LENGTH)
-    raises(InvalidInput, "an input has the shape [5, 3]", pipe.step, IDS, shift=shift, target=IDS)
-    own = IDS[:, : 1 + mesh["pp"].get_local_rank()]
-    raises(InvalidInput, "ranks of a pipeline pass inputs of different shapes", pipe.step, own, target=own)
-    assert pipe.step(IDS, target=IDS) > 0  # the calls above left the pipeline as it was
-    raises(InvalidInput, "the batch of 6 cannot be cut", pipe.step, IDS[:6], target=IDS[:6])
+    check_raises(InvalidInput, "an input has the shape [5, 3]", pipe.step, IDS, shift=shift, target=IDS)
+    shard = IDS[:, : 1 + mesh["pp"].get_local_rank()]
+    check_raises(InvalidInput, "ranks of a pipeline pass inputs of different shapes", pipe.step, shard, target=shard)
+    assert pipe.step(IDS, target=IDS) > 0  # the calls above left the pipeline unchanged
+    check_raises(InvalidInput, "the batch of 6 cannot be cut", pipe.step, IDS[:6], target=IDS[:6])
     assert pipe.step(IDS, target=IDS) > 0
 
 
 def case_other_calls() -> None:
-    mesh = mesh_of(pp=2, ep=2)
+    mesh = make_mesh(pp=2, ep=2)
     pipe = build(Decoder("gated", "joined"), mesh)
     for call in (moefx.compile, moefx.explain):
-        raises(InvalidInput, "moefx.explain(pipe.stages[number]) shows a stage", call, pipe, EXAMPLE)
+        check_raises(InvalidInput, "moefx.explain(pipe.stages[number]) shows a stage", call, pipe, EXAMPLE)
     assert all(moefx.explain(model).matched for model in pipe.stages.values())
-    raises(InvalidInput, "moefx.parallelize takes the original model", moefx.parallelize, pipe, mesh)
-    raises(InvalidInput, "moefx.pipeline takes the original model", build, pipe, mesh)
-    raises(InvalidInput, "would reduce its gradients twice", DistributedDataParallel, pipe)
+    check_raises(InvalidInput, "moefx.parallelize takes the original model", moefx.parallelize, pipe, mesh)
+    check_raises(InvalidInput, "moefx.pipeline takes the original model", build, pipe, mesh)
+    check_raises(InvalidInput, "would reduce its gradients twice", DistributedDataParallel, pipe)
     assert "schedule='1f1b', microbatches=4, layers: 1 + 1" in repr(pipe)
 
 
 class Odd(Decoder):
-    """A decoder with one thing that stages cannot reproduce."""
+    """Decoder with one property that stages cannot reproduce."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__("gated", "joined")
-        self.what = what
-        if what == "own parameter":
+        self.kind = kind
+        if kind == "own parameter":
             self.scale = nn.Parameter(torch.ones(D))
-        if what == "shared parameter":
+        if kind == "shared parameter":
             self.layers[1].mix.weight = self.layers[0].mix.weight
 
     def forward(self, ids, shift=None):
         x = first = self.tokens(ids)
         mask = (ids != 0)[..., None]
-        if self.what == "learned mask":
+        if self.kind == "learned mask":
             mask = self.positions(ids % LENGTH)
         for i, layer in enumerate(self.layers):
             x = layer(x, mask)
-            if self.what == "between" and i == 0:
+            if self.kind == "between" and i == 0:
                 x = x + first
-            if self.what == "in place" and i == 0:
+            if self.kind == "in place" and i == 0:
                 x *= 2
-            if self.what == "norm between" and i == 0:
+            if self.kind == "norm between" and i == 0:
                 self.norm(x)
-        if self.what == "attribute":
+        if self.kind == "attribute":
             x = x + self.layers[0].moe.gate.weight.sum()
-        if self.what == "repeated":
+        if self.kind == "repeated":
             x = self.layers[0](x, mask)
-        if self.what == "skip":
+        if self.kind == "skip":
             x = x + first
         x = self.norm(x)
-        if self.what == "late skip":
+        if self.kind == "late skip":
             return self.head(x) + first.sum()
-        if self.what == "called twice":
+        if self.kind == "called twice":
             x = self.tokens(ids) + x
-        return {"scores": self.head(x)} if self.what == "dictionary" else self.head(x)
+        return {"scores": self.head(x)} if self.kind == "dictionary" else self.head(x)
 
 
 def case_models_that_cannot_be_cut() -> None:
-    for what, text in (
+    for kind, text in (
         ("own parameter", "scale is a parameter of Odd"),
         ("shared parameter", "layers.0.mix.weight and layers.1.mix.weight are the same parameter, in stages 0 and 1"),
         ("learned mask", "layers.0 receives a second tensor that depends on parameters outside"),
@@ -136,34 +138,34 @@ def case_models_that_cannot_be_cut() -> None:
         ("called twice", "tokens runs before the first and after the last layer"),
         ("dictionary", "an output with a field 'logits'"),
     ):
-        raises(InvalidInput, text, build, Odd(what), mesh_of(pp=2, ep=2))
-    raises(InvalidInput, "no nn.ModuleList of layers", build, Layer(None), mesh_of(pp=2, ep=2))
+        check_raises(InvalidInput, text, build, Odd(kind), make_mesh(pp=2, ep=2))
+    check_raises(InvalidInput, "no nn.ModuleList of layers", build, Layer(None), make_mesh(pp=2, ep=2))
 
 
 def case_results_of_a_stage() -> None:
-    """Found by one stage alone: the others would wait for it, so its forward runs by itself."""
-    pipe = build(Decoder("gated", "joined"), mesh_of(pp=2, ep=2), loss_fn=lambda output, target: output.sum(-1))
+    """Check a stage's result in its own process: other stages would wait for it."""
+    pipe = build(Decoder("gated", "joined"), make_mesh(pp=2, ep=2), loss_fn=lambda output, target: output.sum(-1))
     (stage,) = pipe._parts
     stage.port.boundary = torch.empty(8, LENGTH, D, device="meta")
     stage.port.inputs, stage.port.targets = [((IDS,), {})], [IDS]
     if stage.number == 0:
         stage.model.layers[0].register_forward_hook(lambda *args: args[-1].double())
         text = "the last layer of stage 0 returned [8, 3, 6] in torch.float64, and the first layer of the model takes"
-        raises(InvalidInput, text, stage.model)
+        check_raises(InvalidInput, text, stage.model)
     else:
         text = "loss_fn(output, target) returned [8, 3], expected a tensor of one number"
-        raises(InvalidInput, text, stage.model, torch.zeros(8, LENGTH, D))
+        check_raises(InvalidInput, text, stage.model, torch.zeros(8, LENGTH, D))
 
 
 def case_a_stage_that_fails() -> None:
-    """Every rank raises, those of the other stage too."""
-    mesh, model = mesh_of(pp=2, ep=2), Decoder("gated", "joined")
+    """Raise on every rank, including those of the other stage."""
+    mesh, model = make_mesh(pp=2, ep=2), Decoder("gated", "joined")
     model.layers[0].mix.register_forward_hook(lambda *args: args[-1].double())
     if mesh["pp"].get_local_rank() == 0:
-        raises(CaptureError, "does not run on the example inputs", build, model, mesh)
+        check_raises(CaptureError, "does not run on the example inputs", build, model, mesh)
     else:
-        raises(
+        check_raises(
             InvalidInput, "rank 0 of the pipeline axis failed: CaptureError: Decoder does not run", build, model, mesh
         )
-    again = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))  # the ranks made as many groups before
+    again = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))  # new groups on all ranks
     assert build(Decoder("gated", "joined"), again).stages

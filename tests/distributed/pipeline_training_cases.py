@@ -1,4 +1,4 @@
-"""`moefx.pipeline`: training in stages is training in one process."""
+"""`moefx.pipeline`: training in stages equals training in one process."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from moefx.errors import InvalidInput
 
 from ..blocks import D
 from .models import BLOCKS
-from .parallelize_cases import raises
-from .state_cases import loaded, shared_folder
+from .parallelize_cases import check_raises
+from .state_cases import create_shared_folder, load_checkpoint
 
 VOCAB, LENGTH, STEPS = 11, 3, 3
-DELAYED = ("zb-h1", "zbv", "dualpipev") if torch.__version__ >= (2, 13) else ()  # gradients of weights
+DELAYED = ("zb-h1", "zbv", "dualpipev") if torch.__version__ >= (2, 13) else ()  # with delayed gradients of weights
 V_SHAPED = "zbv" if DELAYED else "interleaved"
 EXAMPLE = (torch.zeros(2, LENGTH, dtype=torch.long),)
 PLAN = moefx.Plan(validation="symbolic")
-Training = tuple[list[Tensor], dict[str, Tensor]]  # losses and norms; the parameters afterwards
+Training = tuple[list[Tensor], dict[str, Tensor]]  # losses and norms, and the final parameters
 
 
 class Layer(nn.Module):
@@ -48,7 +48,7 @@ class RecomputedLayer(Layer):
 
 
 class InPlaceLayer(Layer):
-    """Writes to its input, which may be what the stage has received."""
+    """Layer that writes to its input, which may be a received tensor."""
 
     def forward(self, x, mask):
         x += super().forward(x.clone(), mask) - x
@@ -56,12 +56,12 @@ class InPlaceLayer(Layer):
 
 
 class Decoder(nn.Module):
-    """An embedding with positions, layers that get a mask, a norm and a head."""
+    """Embedding with positions, layers that get a mask, a norm and a head."""
 
     def __init__(self, *kinds: str | None, layer: type[Layer] = Layer) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.head = nn.Linear(D, VOCAB, bias=False)  # before the layers: order of definition does not matter
+        self.head = nn.Linear(D, VOCAB, bias=False)  # defined before the layers: stages do not depend on the order
         self.tokens, self.positions = nn.Embedding(VOCAB, D), nn.Embedding(LENGTH, D)
         self.layers = nn.ModuleList([layer(kind) for kind in kinds])
         self.norm = nn.LayerNorm(D)
@@ -81,11 +81,11 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
 
 
 @functools.cache
-def mesh_of(**sizes: int) -> DeviceMesh:
+def make_mesh(**sizes: int) -> DeviceMesh:
     return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def batch(step: int, data_ranks: int, size: int) -> tuple[Tensor, Tensor]:
+def draw_batch(step: int, data_ranks: int, size: int) -> tuple[Tensor, Tensor]:
     """Tokens and targets of all data ranks, [data ranks, size, LENGTH]."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(VOCAB, (data_ranks, size, LENGTH + 1), generator=generator)
@@ -98,11 +98,11 @@ def train_in_one_process(kinds: tuple[str | None, ...], data_ranks: int, microba
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     for step in range(STEPS):
         optimizer.zero_grad()
-        ids, target = (each.flatten(0, 1) for each in batch(step, data_ranks, 2 * microbatches))
+        ids, target = (tensor.flatten(0, 1) for tensor in draw_batch(step, data_ranks, 2 * microbatches))
         parts = zip(ids.chunk(data_ranks * microbatches), target.chunk(data_ranks * microbatches), strict=True)
         loss = torch.stack([loss_fn(model(x), y) for x, y in parts]).mean()
         loss.backward()
-        for parameter in model.parameters():  # AdamW decays weights of experts without tokens, too
+        for parameter in model.parameters():  # AdamW also decays weights of experts without tokens
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         seen += [loss.detach(), nn.utils.clip_grad_norm_(model.parameters(), 0.1)]
         optimizer.step()
@@ -110,7 +110,7 @@ def train_in_one_process(kinds: tuple[str | None, ...], data_ranks: int, microba
 
 
 def find_data_rank(mesh: DeviceMesh) -> tuple[int, int]:
-    """The number of this rank among those with other tokens, and their number."""
+    """Return the index of this rank among the ranks with different tokens, and their number."""
     number, ranks = 0, 1
     for name in mesh.mesh_dim_names or ():
         if name not in ("pp", "tp"):
@@ -123,7 +123,7 @@ def train(pipe: Any, mesh: DeviceMesh, microbatches: int) -> Training:
     number, ranks = find_data_rank(mesh)
     for step in range(STEPS):
         optimizer.zero_grad()
-        ids, target = (each[number] for each in batch(step, ranks, 2 * microbatches))
+        ids, target = (tensor[number] for tensor in draw_batch(step, ranks, 2 * microbatches))
         loss = pipe.step(ids, target=target)
         for parameter in pipe.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -140,20 +140,20 @@ def build(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Any:
 def check_training(
     kinds: tuple[str | None, ...], sizes: dict[str, int], *, layer: type[Layer] = Layer, **options: Any
 ) -> None:
-    mesh, microbatches = mesh_of(**sizes), 4
+    mesh, microbatches = make_mesh(**sizes), 4
     pipe = build(Decoder(*kinds, layer=layer).double(), mesh, **options)
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", "moefx")  # nothing warns that gradients are not reduced
+        warnings.filterwarnings("error", "moefx")  # no warning about unreduced gradients
         seen, parameters = train(pipe, mesh, microbatches)
     wanted, reference = train_in_one_process(kinds, find_data_rank(mesh)[1], microbatches)
-    assert all(norm > 0.1 for norm in wanted[1::2])  # clipping changes something
-    what = functools.partial(str.format, "{} {} {}: {}", kinds, sizes, options)
-    torch.testing.assert_close(seen, wanted, rtol=0, atol=1e-9, msg=what)
+    assert all(norm > 0.1 for norm in wanted[1::2])  # clipping changes the gradients
+    message = functools.partial(str.format, "{} {} {}: {}", kinds, sizes, options)
+    torch.testing.assert_close(seen, wanted, rtol=0, atol=1e-9, msg=message)
     assert list(parameters) == list(reference)
-    torch.testing.assert_close(parameters, dict(reference), rtol=0, atol=1e-9, msg=what)
+    torch.testing.assert_close(parameters, dict(reference), rtol=0, atol=1e-9, msg=message)
 
 
-def case_training_is_that_of_one_process() -> None:
+def case_training_equals_one_process() -> None:
     for schedule in ("gpipe", "1f1b"):
         check_training(("gated", "joined"), dict(pp=2, ep=2), schedule=schedule)
 
@@ -173,13 +173,15 @@ def case_layers_that_recompute_with_delayed_weights() -> None:
         check_training(("gated", "joined"), dict(pp=2, ep=2), schedule=schedule, layer=RecomputedLayer)
 
 
-def case_gradients_add_up() -> None:
-    """Over steps without `zero_grad`, and each one is new after it."""
-    mesh, kinds = mesh_of(pp=2, ep=2), ("gated", "joined")
-    pipe, (ids, target) = build(Decoder(*kinds).double(), mesh), batch(0, 2, 8)
+def case_gradients_accumulate() -> None:
+    """Accumulate gradients over steps without `zero_grad`, and start at zero after it."""
+    mesh, kinds = make_mesh(pp=2, ep=2), ("gated", "joined")
+    pipe, (ids, target) = build(Decoder(*kinds).double(), mesh), draw_batch(0, 2, 8)
     number, _ = find_data_rank(mesh)
     with torch.no_grad():
-        raises(InvalidInput, "call pipe.evaluate(...) for the loss", pipe.step, ids[number], target=target[number])
+        check_raises(
+            InvalidInput, "call pipe.evaluate(...) for the loss", pipe.step, ids[number], target=target[number]
+        )
     assert not pipe.step(ids[number], target=target[number]).requires_grad
     once = [parameter.grad.clone() for parameter in pipe.parameters()]
     pipe.step(ids[number], target=target[number])
@@ -191,7 +193,7 @@ def case_gradients_add_up() -> None:
 
 
 def case_other_meshes() -> None:
-    """Stages without experts, of one rank each, and one stage."""
+    """Run stages without experts, stages of one rank each, and a single stage."""
     check_training((None, "gated"), dict(pp=2, ep=2))
     check_training((None, "gated", None, "joined"), dict(pp=4), split={"layers": [1, 1, 1, 1]})
     check_training((None, "gated", None, "joined"), dict(pp=1, ep=4))
@@ -200,12 +202,12 @@ def case_other_meshes() -> None:
 
 
 def case_evaluation_and_inference() -> None:
-    mesh, kinds = mesh_of(pp=2, ep=2), ("gated", None, None, "joined")
+    mesh, kinds = make_mesh(pp=2, ep=2), ("gated", None, None, "joined")
     number, ranks = find_data_rank(mesh)
     for schedule in ("1f1b", V_SHAPED):
         pipe, model = build(Decoder(*kinds).double(), mesh, schedule=schedule), Decoder(*kinds).double()
-        for size in (8, 4):  # of the batch: other shapes between the stages
-            ids, target = batch(0, ranks, size)
+        for size in (8, 4):  # batch sizes, which change the shapes between the stages
+            ids, target = draw_batch(0, ranks, size)
             wanted = loss_fn(model(ids.flatten(0, 1)), target.flatten(0, 1))
             torch.testing.assert_close(pipe.evaluate(ids[number], target=target[number]), wanted)
             output = pipe(ids[number])
@@ -221,10 +223,10 @@ def case_evaluation_and_inference() -> None:
 
 
 def case_arguments_of_the_model() -> None:
-    """Each stage computes masks and positions from the inputs. All micro-batches share a tensor of one row."""
-    mesh, model = mesh_of(pp=2, ep=2), Decoder("gated", "joined").double()
+    """Compute masks and positions from the inputs in each stage. Micro-batches share tensors with a single row."""
+    mesh, model = make_mesh(pp=2, ep=2), Decoder("gated", "joined").double()
     number, ranks = find_data_rank(mesh)
-    pipe, (ids, target) = build(Decoder("gated", "joined").double(), mesh), batch(0, ranks, 8)
+    pipe, (ids, target) = build(Decoder("gated", "joined").double(), mesh), draw_batch(0, ranks, 8)
     for shift in (torch.rand(1, LENGTH).double(), torch.rand(8, LENGTH).double()):
         dist.broadcast(shift, 0)
         wanted = [loss_fn(model(x, shift=shift), y) for x, y in zip(ids, target, strict=True)]
@@ -232,8 +234,8 @@ def case_arguments_of_the_model() -> None:
 
 
 def case_models_on_meta() -> None:
-    """Each rank allocates its own stages only."""
-    mesh, model = mesh_of(pp=2, ep=2), Decoder("gated", "joined").double()
+    """Allocate only the stages of each rank."""
+    mesh, model = make_mesh(pp=2, ep=2), Decoder("gated", "joined").double()
     with torch.device("meta"):
         pipe = build(Decoder("gated", "joined").double(), mesh)
     assert all(parameter.is_meta for parameter in pipe.parameters())
@@ -244,30 +246,30 @@ def case_models_on_meta() -> None:
     assert all(torch.equal(value, wanted[name]) for name, value in found.items())
     assert len(list(pipe.parameters())) < len(list(model.parameters()))
     number, ranks = find_data_rank(mesh)
-    ids, target = batch(0, ranks, 8)
+    ids, target = draw_batch(0, ranks, 8)
     wanted_loss = loss_fn(model(ids.flatten(0, 1)), target.flatten(0, 1))
     torch.testing.assert_close(pipe.step(ids[number], target=target[number]), wanted_loss)
 
 
 def case_checkpoints_reshard() -> None:
-    """Between splits, schedules and meshes, with the optimizer's state: the same bits."""
-    kinds, folder = ("gated", "joined", None, "gated"), shared_folder()
-    saved = build(Decoder(*kinds).double(), mesh_of(pp=2, ep=2), schedule=V_SHAPED)
-    other = build(Decoder(*kinds).double(), mesh_of(pp=4))
+    """Load a checkpoint with optimizer state into another split, schedule and mesh: all bits are equal."""
+    kinds, folder = ("gated", "joined", None, "gated"), create_shared_folder()
+    saved = build(Decoder(*kinds).double(), make_mesh(pp=2, ep=2), schedule=V_SHAPED)
+    other = build(Decoder(*kinds).double(), make_mesh(pp=4))
     plain = Decoder(*kinds).double()
     for model in (other, plain):
         for parameter in model.parameters():
             parameter.data.zero_()
-    train(saved, mesh_of(pp=2, ep=2), 4)
+    train(saved, make_mesh(pp=2, ep=2), 4)
     optimizer, of_other, of_plain = (torch.optim.AdamW(model.parameters()) for model in (saved, other, plain))
-    number, ranks = find_data_rank(mesh_of(pp=2, ep=2))
-    ids, target = (each[number] for each in batch(7, ranks, 8))
+    number, ranks = find_data_rank(make_mesh(pp=2, ep=2))
+    ids, target = (tensor[number] for tensor in draw_batch(7, ranks, 8))
     saved.step(ids, target=target)
     optimizer.step()
     model_state, optimizer_state = get_state_dict(saved, optimizer)
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
-    loaded(other, of_other, folder)
-    loaded(plain, of_plain, folder)
+    load_checkpoint(other, of_other, folder)
+    load_checkpoint(plain, of_plain, folder)
     wanted = moefx.full_state_dict(saved)
     for found in (moefx.full_state_dict(other), plain.state_dict()):
         assert list(wanted) == list(found) and all(torch.equal(found[name], value) for name, value in wanted.items())
@@ -277,12 +279,12 @@ def case_checkpoints_reshard() -> None:
 
 
 def pipelines_of_eight() -> None:
-    """Stages, experts and replicas of them."""
+    """Combine stages, experts and replicas."""
     for schedule in ("1f1b", V_SHAPED):
         check_training(("gated", "joined", None, "gated"), dict(pp=2, dp=2, ep=2), schedule=schedule)
     check_training(("gated", "joined", None, "gated"), dict(pp=2, ep=2, tp=2))
 
 
 def pipelines_of_two() -> None:
-    """The expert axis has one rank."""
+    """Run an expert axis of one rank."""
     check_training(("gated", "joined"), dict(pp=2, ep=1), plan=PLAN.replace(expert_axis="ep"))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import moefx
 from moefx.errors import InvalidInput
 
-from .parallelize_cases import mesh_of, raises
+from .parallelize_cases import check_raises, make_mesh
 from .pipeline_training_cases import DELAYED
 
 PLAN = moefx.Plan(validation="symbolic")
@@ -34,7 +34,7 @@ def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def build(model: nn.Module, **options: Any) -> Any:
-    return moefx.pipeline(model, mesh_of(pp=2, ep=2), plan=PLAN, loss_fn=loss_fn, microbatches=2, **options)
+    return moefx.pipeline(model, make_mesh(pp=2, ep=2), plan=PLAN, loss_fn=loss_fn, microbatches=2, **options)
 
 
 def check_gradients(pipe: Any, model: Any, **kwargs: Any) -> None:
@@ -44,16 +44,16 @@ def check_gradients(pipe: Any, model: Any, **kwargs: Any) -> None:
         kwargs: further inputs; tensors are [data ranks, batch, ...].
     """
     ids = torch.randint(VOCAB, (2, 4, LENGTH), generator=torch.Generator().manual_seed(0))
-    number, losses = mesh_of(pp=2, ep=2)["ep"].get_local_rank(), []
+    number, losses = make_mesh(pp=2, ep=2)["ep"].get_local_rank(), []
     for rank, part in ((rank, slice(first, first + 2)) for rank in range(2) for first in (0, 2)):
         inputs = {name: v[rank, part] if isinstance(v, Tensor) else v for name, v in kwargs.items()}
         losses.append(loss_fn(model(ids[rank, part], **inputs).logits, ids[rank, part]))
     wanted = torch.stack(losses).mean()
-    for each in (model, pipe):
-        each.zero_grad()
+    for module in (model, pipe):
+        module.zero_grad()
     wanted.backward()
-    own = {name: value[number] if isinstance(value, Tensor) else value for name, value in kwargs.items()}
-    loss = pipe.step(input_ids=ids[number], target=ids[number], **own)
+    inputs = {name: value[number] if isinstance(value, Tensor) else value for name, value in kwargs.items()}
+    loss = pipe.step(input_ids=ids[number], target=ids[number], **inputs)
     torch.testing.assert_close(loss, wanted.detach(), rtol=0, atol=1e-9)
     assert len(list(pipe.parameters())) > 8
     for name, parameter in pipe.named_parameters():
@@ -63,7 +63,7 @@ def check_gradients(pipe: Any, model: Any, **kwargs: Any) -> None:
 
 
 def case_gradients_of_a_causal_model() -> None:
-    """With padded sequences, and with positions of packed ones."""
+    """Pass padded sequences, and positions of packed ones."""
     padded = torch.ones(2, 4, LENGTH, dtype=torch.long)
     padded[:, 1, :2] = 0
     positions = torch.tensor([0, 1, 2, 0, 1]).expand(2, 4, LENGTH)
@@ -73,7 +73,7 @@ def case_gradients_of_a_causal_model() -> None:
 
 
 def case_activation_checkpointing() -> None:
-    """By the model's own switch, under a schedule that delays gradients of weights."""
+    """Enable checkpointing by the model's method, with a schedule that delays gradients of weights."""
     checkpointed, calls = build_model(layers=4), []
     getattr(checkpointed, "activation_checkpointing_enable", checkpointed.gradient_checkpointing_enable)()
     for schedule in ("1f1b", *DELAYED[1:2]):
@@ -88,18 +88,18 @@ def case_activation_checkpointing() -> None:
 
 
 def case_losses_over_several_layers() -> None:
-    """Refused, because a stage has the router logits of its own layers only."""
+    """Refuse a loss over the router logits of all layers: a stage has only those of its own."""
     text = "asks for a loss of the router logits of all layers"
-    raises(InvalidInput, text, build, build_model(output_router_logits=True))
+    check_raises(InvalidInput, text, build, build_model(output_router_logits=True))
     pipe, ids = build(build_model()), torch.zeros(2, LENGTH, dtype=torch.long)
-    raises(InvalidInput, text, pipe.step, ids, target=ids, output_router_logits=True)
-    raises(InvalidInput, "the model's output has 'loss'", pipe.step, ids, target=ids, labels=ids)
+    check_raises(InvalidInput, text, pipe.step, ids, target=ids, output_router_logits=True)
+    check_raises(InvalidInput, "the model's output has 'loss'", pipe.step, ids, target=ids, labels=ids)
     model = build_model()
     text = "loss_fn uses Qwen3MoeForCausalLM of the model"
     loss = lambda logits, labels: model.loss_function(logits, labels, VOCAB)  # noqa: E731
-    raises(InvalidInput, text, moefx.pipeline, model, mesh_of(pp=2, ep=2), loss_fn=loss, microbatches=2)
+    check_raises(InvalidInput, text, moefx.pipeline, model, make_mesh(pp=2, ep=2), loss_fn=loss, microbatches=2)
 
 
 def case_tied_embeddings() -> None:
     text = "model.embed_tokens.weight and lm_head.weight are the same parameter, in stages 0 and 1"
-    raises(InvalidInput, text, build, build_model(tie_word_embeddings=True))
+    check_raises(InvalidInput, text, build, build_model(tie_word_embeddings=True))

@@ -1,4 +1,4 @@
-"""Spread blocks as programs: collectives and copies counted, one graph under `torch.compile`, recomputation."""
+"""Distributed blocks as programs: counts of collectives and copies, one graph under `torch.compile`, recomputation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moefx.ir.ops.uneven_all_to_all import start, wait
 
 from ..blocks import D, K
 from .launch import sampled
-from .models import Model, compiled_beside
+from .models import Model, compile_over_mesh
 
 PLANS = {
     name: moefx.Plan(dispatch=name, node_size=2, validation="symbolic") for name in ("flat", "dedup", "rbd", "halo")
@@ -28,106 +28,106 @@ PLANS = {
 HOPS = {"flat": 1, "dedup": 1, "rbd": 2, "halo": 3}
 
 
-def one_axis() -> DeviceMesh:
+def make_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
 
 
 @contextlib.contextmanager
-def counted():
-    """Collectives, by group where rows travel, and copies to the host."""
+def count_collectives():
+    """Count collectives and copies to the host, and record the group of each exchange of rows."""
     found: Counter = Counter()
     rows: list[tuple[str, list[int]]] = []
 
-    def started(t, sent, received, group):
+    def start_and_count(t, sent, received, group):
         found["rows"] += 1
         rows.append((group, list(sent)))
         return start(t, sent, received, group)
 
-    def even(*args, **kwargs):
+    def count_exchange(*args, **kwargs):
         found["counts"] += 1
         return all_to_all_single(*args, **kwargs)
 
-    def copied(t, *args, **kwargs):
+    def copy_and_count(t, *args, **kwargs):
         found["copies"] += 1
         return cpu(t, *args, **kwargs)
 
     all_to_all_single, cpu = dist.all_to_all_single, torch.Tensor.cpu
     with (
-        mock.patch.object(moefx.ir.ops.row_exchange, "start", started),
-        mock.patch.object(dist, "all_to_all_single", even),
-        mock.patch.object(torch.Tensor, "cpu", copied),
+        mock.patch.object(moefx.ir.ops.row_exchange, "start", start_and_count),
+        mock.patch.object(dist, "all_to_all_single", count_exchange),
+        mock.patch.object(torch.Tensor, "cpu", copy_and_count),
     ):
         yield found, rows
 
 
 @contextlib.contextmanager
-def arriving():
-    """The memory of rows that arrive."""
+def collect_received():
+    """Collect the storages of received rows."""
     found: list[torch.UntypedStorage] = []
 
-    def started(*args):
+    def start_and_collect(*args):
         rows = of_exchange(*args)
         found.append(rows.untyped_storage())
         return rows
 
     of_exchange = moefx.ir.ops.row_exchange.start
-    with mock.patch.object(moefx.ir.ops.row_exchange, "start", started):
+    with mock.patch.object(moefx.ir.ops.row_exchange, "start", start_and_collect):
         yield found
 
 
 def case_collectives_and_copies() -> None:
-    """One exchange of counts and one copy to the host a layer; rows as often as there are hops, each way."""
+    """Exchange counts and copy to the host once per layer; exchange rows once per hop in each direction."""
     for name, plan in PLANS.items():
-        compiled = compiled_beside(Model("gated", layers=2), one_axis(), plan)
+        compiled = compile_over_mesh(Model("gated", layers=2), make_mesh(), plan)
         x = torch.randn(9, D)
-        with counted() as (found, _):
+        with count_collectives() as (found, _):
             out = compiled(x)
             assert found == {"rows": 2 * 2 * HOPS[name], "counts": 2, "copies": 2}, (name, found)
-        with counted() as (found, _):
+        with count_collectives() as (found, _):
             out.sum().backward()
             assert found == {"rows": 2 * 2 * HOPS[name]}, (name, found)
 
 
 def case_weights_while_gradients_travel() -> None:
-    """The gradients of the matrices are computed between a start and its wait: over the nodes, where there are some."""
-    told: list[str] = []
+    """Compute gradients of weights while gradients of rows travel, between nodes if there are several."""
+    events: list[str] = []
 
-    def tell(what, function):
+    def record_calls(name, function):
         def run(*args, **kwargs):
-            told.append(kwargs.get("part", what))
+            events.append(kwargs.get("part", name))
             return function(*args, **kwargs)
 
         return run
 
     backward = registry["expert_mlp_backward"]
-    providers = {n: dataclasses.replace(p, run=tell("experts", p.run)) for n, p in backward.providers.items()}
+    providers = {n: dataclasses.replace(p, run=record_calls("experts", p.run)) for n, p in backward.providers.items()}
     for way, plan in PLANS.items():
-        compiled = compiled_beside(Model("stacked", layers=1).double(), one_axis(), plan)
+        compiled = compile_over_mesh(Model("stacked", layers=1).double(), make_mesh(), plan)
         x = torch.randn(9, D, dtype=torch.float64, requires_grad=True)
         out = compiled(x)
-        told.clear()
+        events.clear()
         with (
             mock.patch.object(backward, "providers", providers),
-            mock.patch.object(moefx.ir.ops.row_exchange, "start", tell("start", start)),
-            mock.patch.object(moefx.ir.ops.row_exchange, "wait", tell("wait", wait)),
+            mock.patch.object(moefx.ir.ops.row_exchange, "start", record_calls("start", start)),
+            mock.patch.object(moefx.ir.ops.row_exchange, "wait", record_calls("wait", wait)),
         ):
             out.sum().backward()
-        rows, weights = told.index("rows"), told.index("weights")
-        on_their_way = told[:weights].count("start") - told[:weights].count("wait")
-        assert rows < weights and told.count("experts") == 0, told
-        assert on_their_way == {"flat": 1, "dedup": 1, "rbd": 1, "halo": 2}[way], told
-        assert told[weights + 1 :] == ["wait"] * on_their_way, told
+        rows, weights = events.index("rows"), events.index("weights")
+        on_their_way = events[:weights].count("start") - events[:weights].count("wait")
+        assert rows < weights and events.count("experts") == 0, events
+        assert on_their_way == {"flat": 1, "dedup": 1, "rbd": 1, "halo": 2}[way], events
+        assert events[weights + 1 :] == ["wait"] * on_their_way, events
 
 
 def case_rows_by_link() -> None:
-    """To other nodes a token travels once for each node; within one, once for each rank."""
+    """Send a token once per node to other nodes, and within a node once per rank."""
     world, rank = dist.get_world_size(), dist.get_rank()
     model = Model("gated", layers=1, num_experts=2 * world)
     for name, plan in PLANS.items():
-        compiled = compiled_beside(model, one_axis(), plan)
+        compiled = compile_over_mesh(model, make_mesh(), plan)
         torch.manual_seed(rank)
         x = torch.randn(50, D)
-        with counted() as (_, rows):
+        with count_collectives() as (_, rows):
             compiled(x)
         ids = model.blocks[0].route(model.first(x))[1]
         to = ids // 2  # rank
@@ -136,8 +136,8 @@ def case_rows_by_link() -> None:
             (group, sent), _ = rows
             assert dist.get_world_size(dist.distributed_c10d._resolve_process_group(group)) == world
             for r in range(world):
-                mine = (to == r).sum() if name == "flat" else (to == r).any(1).sum()
-                assert sent[r] == mine
+                expected = (to == r).sum() if name == "flat" else (to == r).any(1).sum()
+                assert sent[r] == expected
             continue
         inter, intra = (level.group for level in routes.levels)
         assert [level.size for level in routes.levels] == [2, world // 2]
@@ -150,17 +150,17 @@ def case_rows_by_link() -> None:
             assert near == [int((to == rank // 2 * 2 + r).any(1).sum()) for r in range(2)]
 
 
-def case_the_load() -> None:
-    """Of each rank's own tokens, for all experts, and nobody else is asked for it."""
+def case_load_of_own_tokens() -> None:
+    """Return the load of each rank's own tokens for all experts, without communication."""
     world = dist.get_world_size()
     backwards = DeviceMesh("cpu", torch.arange(world).flip(0), mesh_dim_names=("ep",))
     model = Model("gated", layers=1, num_experts=2 * world)
     for name in sampled(("halo", "dedup"), 2):
-        compiled = compiled_beside(model, backwards, PLANS[name])
+        compiled = compile_over_mesh(model, backwards, PLANS[name])
         (block,) = moefx.blocks(compiled)
         block.record_load()
         x = torch.randn(9 + dist.get_rank(), D)
-        with counted() as (found, _):
+        with count_collectives() as (found, _):
             out = compiled(x)
             load = block.load()
             assert found == {"rows": 2 * HOPS[name], "counts": 1, "copies": 1}, (name, found)
@@ -170,7 +170,7 @@ def case_the_load() -> None:
     kinds = Model("kinds", layers=1)
     loads = []
     alone = moefx.compile(kinds, plan=moefx.Plan(validation="symbolic"), example_inputs=(torch.zeros(9, D),))
-    for other in (compiled_beside(kinds, one_axis(), PLANS["dedup"]), alone):
+    for other in (compile_over_mesh(kinds, make_mesh(), PLANS["dedup"]), alone):
         moefx.blocks(other)[0].record_load()
         other(x)
         loads.append(moefx.blocks(other)[0].load())
@@ -187,9 +187,9 @@ def through_inductor() -> None:
 
 
 def check_one_graph(name: str, backend: str, layers: int) -> None:
-    """Also for other numbers of tokens and other routings, and with the load of the last block."""
+    """Compile one graph, and run it with other token counts and routings and with the load of the last block."""
     model = Model("stacked", layers=layers)
-    compiled = compiled_beside(model, one_axis(), PLANS[name])
+    compiled = compile_over_mesh(model, make_mesh(), PLANS[name])
     counted_block = moefx.blocks(compiled)[-1]
     counted_block.record_load()
     torch._dynamo.reset()
@@ -211,9 +211,9 @@ def check_one_graph(name: str, backend: str, layers: int) -> None:
 
 
 def case_graphs_with_breaks() -> None:
-    """Dynamo cuts the graph between `weights_later` and the experts: their gradients are all there, once."""
+    """Keep all gradients if Dynamo breaks the graph between `weights_later` and the experts."""
     model = Model("stacked", layers=1, num_experts=4)
-    compiled = compiled_beside(model, one_axis(), PLANS["dedup"])
+    compiled = compile_over_mesh(model, make_mesh(), PLANS["dedup"])
     torch._dynamo.reset()
     x = torch.randn(9 + dist.get_rank(), D)
     torch.compile(compiled, backend="aot_eager")(x).pow(2).sum().backward()
@@ -225,13 +225,13 @@ def case_graphs_with_breaks() -> None:
         torch.testing.assert_close(*local, rtol=1e-4, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def case_checkpoints_in_each_other() -> None:
-    """Both with our policy, which each asks; and a policy that keeps the first of two operations on counts alone."""
+def case_nested_checkpoints() -> None:
+    """Nest checkpoints with our policy, which both consult, and with a policy that saves only counts."""
     model = Model("gated", layers=2)
-    compiled = compiled_beside(model, one_axis(), PLANS["dedup"])
+    compiled = compile_over_mesh(model, make_mesh(), PLANS["dedup"])
     x = torch.randn(9, D)
 
-    def ours():
+    def make_contexts():
         return create_selective_checkpoint_contexts(moefx.save_routing)
 
     def counts_alone():
@@ -244,7 +244,7 @@ def case_checkpoints_in_each_other() -> None:
     def nested(x):
         x = compiled.first(x)
         for block in compiled.blocks:
-            x = x + checkpoint(block, x, use_reentrant=False, context_fn=ours)
+            x = x + checkpoint(block, x, use_reentrant=False, context_fn=make_contexts)
         return x
 
     def alone(x):
@@ -255,7 +255,7 @@ def case_checkpoints_in_each_other() -> None:
 
     wanted = alone(x)
     (want,) = torch.autograd.grad(wanted.pow(2).sum(), compiled.first.weight)
-    for context_fn, run in ((ours, nested), (counts_alone, alone)):
+    for context_fn, run in ((make_contexts, nested), (counts_alone, alone)):
         out = checkpoint(run, x, use_reentrant=False, context_fn=context_fn)
         (got,) = torch.autograd.grad(out.pow(2).sum(), compiled.first.weight)
         torch.testing.assert_close(out, wanted)
@@ -263,10 +263,10 @@ def case_checkpoints_in_each_other() -> None:
 
 
 def case_recomputation() -> None:
-    """Around a layer: without a policy all is done again, with ours neither routing nor exchanges."""
+    """Recompute a layer: without a policy completely, with ours without routing and exchanges."""
     for name, plan in PLANS.items():
         model = Model("gated", layers=1)
-        block = compiled_beside(model, one_axis(), plan).blocks[0]
+        block = compile_over_mesh(model, make_mesh(), plan).blocks[0]
         x = torch.randn(9, D)
         wanted = x.clone().requires_grad_()
         block(wanted).pow(2).sum().backward()
@@ -279,12 +279,12 @@ def case_recomputation() -> None:
             block.zero_grad()
             inputs = x.clone().requires_grad_()
             kwargs = {"context_fn": context_fn} if context_fn else {}
-            with counted() as (found, _), arriving() as storages:
+            with count_collectives() as (found, _), collect_received() as storages:
                 out = checkpoint(block, inputs, use_reentrant=False, **kwargs)
                 assert found["rows"] == 2 * HOPS[name]
-            if context_fn:  # and are not kept as they arrived
+            if context_fn:  # received rows are not kept
                 assert len(storages) == 2 * HOPS[name] and not any(s.nbytes() for s in storages[:-1])
-            with counted() as (found, _):
+            with count_collectives() as (found, _):
                 out.pow(2).sum().backward()
                 assert found["rows"] == 2 * HOPS[name] * (1 + again) or again, (name, found)
                 assert found["counts"] == again, (name, found)

@@ -1,5 +1,4 @@
-"""Proves the blocks of most cases, and does what else takes long, when it is imported: the ranks that are forked
-afterwards share it.
+"""Prove the blocks of most cases at import, so that forked ranks share the proofs and slow imports.
 
 With a GPU it proves nothing: proofs touch CUDA, which a forked process cannot initialize again.
 """
@@ -24,7 +23,7 @@ from .models import BLOCKS, Model
 with contextlib.suppress(ImportError):
     import tqdm
 
-    tqdm.tqdm.monitor_interval = 0  # its thread would not be in the forks
+    tqdm.tqdm.monitor_interval = 0  # forks do not have its thread
     import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
 
 KINDS = {

@@ -1,6 +1,6 @@
 """Run scripts one after another on each rank: `torchrun ... -m tests.distributed.run_scripts A.py B.py`.
 
-Each script runs in a fork: the imports, which take longer than the scripts, are shared, process groups are not. Rank 0
+Each script runs in a fork. Forks share the imports, which take longer than the scripts, but not process groups. Rank 0
 prints a separator before each script.
 """
 
@@ -20,11 +20,11 @@ SEPARATOR = "===== next script =====\n"
 
 
 def run(file: str) -> int:
-    """The exit status of a script in a fork."""
+    """Run a script in a fork and return its exit status."""
     child = os.fork()
     if child:
         return os.waitpid(child, 0)[1]
-    # torchrun's store holds the addresses of the scripts before.
+    # torchrun's store holds the addresses of earlier scripts.
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(f"{file}.store", world)
     start = dist.init_process_group

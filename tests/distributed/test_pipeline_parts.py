@@ -1,4 +1,4 @@
-"""The parts of `moefx.pipeline` that need one process: schedules, shares of layers, micro-batches, the dry run."""
+"""Parts of `moefx.pipeline` that run in one process: schedules, shares of layers, micro-batches, the dry run."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_each_stage_has_one_rank(name, ranks):
     order = order_stages(name, ranks, 8, None)
     stages = [order.list_stages(rank) for rank in range(ranks)]
     assert sorted(itertools.chain(*stages)) == list(range(order.num_stages)) == list(range(ranks * KINDS[name].chunks))
-    assert all(sorted(own) == own for own in stages)
-    assert [order.find_rank(stage) for own in stages for stage in own] == [r for r in range(ranks) for _ in stages[r]]
+    assert all(sorted(run) == run for run in stages)
+    assert [order.find_rank(stage) for run in stages for stage in run] == [r for r in range(ranks) for _ in stages[r]]
     if order.kind.is_v_shaped:
         assert stages[0][-1] == order.num_stages - 1
 
@@ -134,7 +134,7 @@ def test_modules_outside_of_layers_belong_to_the_ends():
 
 
 class Small(nn.Module):
-    """A decoder whose second layer has no parameters."""
+    """Decoder whose second layer has no parameters."""
 
     def __init__(self) -> None:
         super().__init__()

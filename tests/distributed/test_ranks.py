@@ -67,7 +67,7 @@ def test_models_over_ranks_equal_the_original(two_ranks, case):
     two_ranks(*case)
 
 
-@for_each_case("compile_cases", "case_the_graphs", "case_two_axes", "case_axes_that_are_not_said")
+@for_each_case("compile_cases", "case_graphs_are_printed", "case_two_axes", "case_ambiguous_axes_raise")
 def test_models_over_two_axes_equal_the_original(four_ranks, case):
     four_ranks(*case)
 

@@ -1,4 +1,4 @@
-"""`moefx.verify` of models with distributed experts, and faults that it must see."""
+"""`moefx.verify` of models with distributed experts, and faults that it must report."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from moefx.ir.ops.uneven_all_to_all import start
 
 from ..blocks import D
 from .launch import sampled
-from .models import Model, compiled_beside
+from .models import Model, compile_over_mesh
 
 PLANS = {
     name: moefx.Plan(dispatch=name, node_size=2, validation="symbolic") for name in ("flat", "dedup", "rbd", "halo")
 }
 
 
-def made(kind: str, plan: moefx.Plan, layers: int = 2) -> tuple[Model, Model]:
+def compile_pair(kind: str, plan: moefx.Plan, layers: int = 2) -> tuple[Model, Model]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
     model = Model(kind, layers=layers, num_experts=dist.get_world_size())
-    return model, compiled_beside(model, mesh, plan)
+    return model, compile_over_mesh(model, mesh, plan)
 
 
-def tokens(number: int = 9) -> torch.Tensor:
+def draw_tokens(number: int = 9) -> torch.Tensor:
     return torch.randn(number + dist.get_rank(), D)
 
 
-def case_what_is_right() -> None:
+def case_correct_models_pass() -> None:
     for (name, plan), kind in sampled(zip(PLANS.items(), ("gated", "joined", "joined", "gated"), strict=True), 4):
-        model, compiled = made(kind, plan, layers=1)
+        model, compiled = compile_pair(kind, plan, layers=1)
         for dtype in (None, torch.float64):
-            report = moefx.verify(compiled, model, tokens(), dtype=dtype, routings=dtype is None)
+            report = moefx.verify(compiled, model, draw_tokens(), dtype=dtype, routings=dtype is None)
             assert report.ok, f"{name}, {kind}\n{report}"
             compared = {row.name for row in report.rows if row.kind == "grad_param"}
             assert compared >= {name for name, _ in compiled.named_parameters()}
 
 
 def case_experts_without_tokens_on_some_ranks() -> None:
-    """Of which autograd makes no gradient there, in no precision."""
+    """Compare experts without tokens on some ranks, which get no gradient there in any precision."""
     for kind in sampled(("kinds", "gated"), 2):
-        model, compiled = made(kind, PLANS["dedup"], layers=1)
+        model, compiled = compile_pair(kind, PLANS["dedup"], layers=1)
         for number in sampled((0, 1), 2):
             few = torch.randn(number if dist.get_rank() == 0 else 9, D)
             report = moefx.verify(compiled, model, few, routings=False)
@@ -62,15 +62,19 @@ class OnSmall(Model):
         return super().forward(x)
 
 
-def case_ranks_that_do_not_compare_as_much() -> None:
-    model, compiled = made("gated", PLANS["dedup"])
+def case_different_comparisons_raise() -> None:
+    model, compiled = compile_pair("gated", PLANS["dedup"])
     rank = dist.get_rank()
     ranks = f"ranks 0, {', '.join(map(str, range(2, dist.get_world_size())))}: sets of inputs: 1, seeds: 1"
     for inputs, options, wanted in (
-        ([tokens()] * (2 if rank == 1 else 1), {}, (ranks, "rank 1: sets of inputs: 2, seeds: 1")),
-        (tokens(), {"seeds": range(1 + (rank == 1))}, (ranks, "rank 1: sets of inputs: 1, seeds: 2")),
-        (tokens(), {"routings": rank != 1}, (ranks, "routings: True", "routings: False")),
-        ((tokens(), 3) if rank == 1 else tokens(), {}, (ranks, "rank 1: InvalidInput", "does not take these inputs")),
+        ([draw_tokens()] * (2 if rank == 1 else 1), {}, (ranks, "rank 1: sets of inputs: 2, seeds: 1")),
+        (draw_tokens(), {"seeds": range(1 + (rank == 1))}, (ranks, "rank 1: sets of inputs: 1, seeds: 2")),
+        (draw_tokens(), {"routings": rank != 1}, (ranks, "routings: True", "routings: False")),
+        (
+            (draw_tokens(), 3) if rank == 1 else draw_tokens(),
+            {},
+            (ranks, "rank 1: InvalidInput", "does not take these inputs"),
+        ),
     ):
         try:
             moefx.verify(compiled, model, inputs, **options)
@@ -81,44 +85,44 @@ def case_ranks_that_do_not_compare_as_much() -> None:
     small = copy.deepcopy(model)
     small.__class__ = OnSmall
     try:
-        moefx.verify(compiled, small, tokens() * (1e6 if rank == 1 else 1))
+        moefx.verify(compiled, small, draw_tokens() * (1e6 if rank == 1 else 1))
     except InvalidInput as found:
         wanted = ": ValueError: x is too large" if rank == 1 else ", on another rank"
         assert f"the reference does not run on inputs 0, seed 0{wanted}" in str(found), found
     else:
         raise AssertionError("compared")
-    assert moefx.verify(compiled, model, tokens(), routings=False).ok
+    assert moefx.verify(compiled, model, draw_tokens(), routings=False).ok
 
 
-def case_other_weights_are_seen() -> None:
+def case_different_weights_are_reported() -> None:
     for kind in ("gated", "joined"):
-        model, compiled = made(kind, PLANS["dedup"], layers=1)
-        name, own = next((n, p) for n, p in compiled.named_parameters() if "down" in n)
+        model, compiled = compile_pair(kind, PLANS["dedup"], layers=1)
+        name, parameter = next((n, p) for n, p in compiled.named_parameters() if "down" in n)
         if dist.get_rank() == 2:
             with torch.no_grad():
-                (own.to_local() if isinstance(own, DTensor) else own).mul_(1.5)
-        report = moefx.verify(compiled, model, tokens(), routings=False)
+                (parameter.to_local() if isinstance(parameter, DTensor) else parameter).mul_(1.5)
+        report = moefx.verify(compiled, model, draw_tokens(), routings=False)
         held = [row for row in report.failed if row.kind == "state" and row.name == name]
         assert not report.ok and bool(held) == (dist.get_rank() == 2), report
 
 
-def everywhere(ok: bool) -> bool:
+def agree_on_all_ranks(ok: bool) -> bool:
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, ok)
     return all(found)
 
 
 @contextlib.contextmanager
-def faulty(fault: str, at: int):
-    """What travels at the `at`-th exchange of each pass over the model is wrong on one rank."""
+def inject_fault(fault: str, at: int):
+    """Change rows in the `at`-th exchange of each pass over the model, on one rank."""
     seen = 0
 
-    def wrong(rows, sent, received, group):
+    def start_wrong(rows, sent, received, group):
         nonlocal seen
         seen += 1
         if (seen - 1) % 8 == at and dist.get_rank() == 1 and rows.shape[0] > 1:
             rows = rows.clone()
-            # Of bytes only the tokens' values: with other places ranks would not wait for each other any more.
+            # Change only the values of packed rows: other places would change how long ranks wait.
             values = rows[:, : D * 4] if rows.dtype is torch.uint8 else rows
             if fault == "swapped":
                 values[[0, -1]] = values[[-1, 0]]
@@ -126,7 +130,7 @@ def faulty(fault: str, at: int):
                 values[-1] = 0
         return start(rows, sent, received, group)
 
-    with mock.patch.object(moefx.ir.ops.row_exchange, "start", wrong):
+    with mock.patch.object(moefx.ir.ops.row_exchange, "start", start_wrong):
         yield
 
 
@@ -134,15 +138,15 @@ EXCHANGES = {"flat": 2, "dedup": 2, "rbd": 4, "halo": 6}
 
 
 def check_faults(name: str, faults: list[tuple[int, str]]) -> None:
-    model, compiled = made("joined", PLANS[name])
+    model, compiled = compile_pair("joined", PLANS[name])
     for at, fault in faults:
-        with faulty(fault, at):
-            report = moefx.verify(compiled, model, tokens(), routings=False)
-        assert not everywhere(report.ok), f"{fault} rows in exchange {at} of {name} were not seen\n{report}"
+        with inject_fault(fault, at):
+            report = moefx.verify(compiled, model, draw_tokens(), routings=False)
+        assert not agree_on_all_ranks(report.ok), f"{fault} rows in exchange {at} of {name} were not seen\n{report}"
 
 
 def case_faults() -> None:
-    """Every exchange has one of the faults, and every way both."""
+    """Run every exchange with one of the faults, and every dispatch with both."""
     for way, (name, exchanges) in sampled(enumerate(reversed(EXCHANGES.items())), 4):
         check_faults(name, [(at, ("swapped", "lost")[(at + way) % 2]) for at in range(exchanges)])
 
@@ -153,8 +157,8 @@ def every_fault() -> None:
 
 
 def case_the_wrong_group() -> None:
-    """Where every rank sends as many rows to every other, nothing but the numbers tells."""
-    model, compiled = made("every expert", PLANS["rbd"], layers=1)
+    """Exchange rows with the wrong group. All ranks send equally many rows, so that only values differ."""
+    model, compiled = compile_pair("every expert", PLANS["rbd"], layers=1)
     layout = moefx.blocks(compiled)[0].forward.expert_layout
     inter, intra = (level.group for level in layout.routes.levels)
     other = {inter: intra, intra: inter}
@@ -165,4 +169,4 @@ def case_the_wrong_group() -> None:
     assert moefx.verify(compiled, model, torch.randn(6, D), routings=False).ok
     with mock.patch.object(moefx.ir.ops.row_exchange, "start", exchanged):
         report = moefx.verify(compiled, model, torch.randn(6, D), routings=False)
-    assert not everywhere(report.ok), report
+    assert not agree_on_all_ranks(report.ok), report

@@ -1,4 +1,4 @@
-"""Bytes that ranks send, compared with the planner's formulas for the same routing."""
+"""Bytes that ranks send equal the planner's formulas for the same routing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moefx.planner.simulation.routing_skew import count_traffic
 
 
 class Block(nn.Module):
-    """Stacked experts, all of them on all tokens; weights of choices in float32."""
+    """Stacked experts that run on all tokens, with weights of slots in float32."""
 
     def __init__(self, width: int, num_experts: int, top_k: int):
         super().__init__()
@@ -30,38 +30,40 @@ class Block(nn.Module):
 
     def forward(self, x):
         weights, ids = self.routed(x)
-        every = torch.einsum("ehd,edm->ehm", torch.relu(torch.einsum("sd,edh->esh", x, self.up)), self.down)
-        chosen = every.transpose(0, 1).gather(1, ids[..., None].expand(*ids.shape, x.shape[-1]))
+        outputs = torch.einsum("ehd,edm->ehm", torch.relu(torch.einsum("sd,edh->esh", x, self.up)), self.down)
+        chosen = outputs.transpose(0, 1).gather(1, ids[..., None].expand(*ids.shape, x.shape[-1]))
         return (chosen * weights[..., None]).to(x.dtype).sum(1)
 
 
 class Counter:
-    """In place of `start`: bytes that leave this rank."""
+    """Replace `start` and count the bytes that leave this rank."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
 
     def __call__(self, rows, sent, received, group):
-        own = dist.get_rank(get_group(group))
+        rank = dist.get_rank(get_group(group))
         width = rows.shape[1:].numel() * rows.element_size()
-        self.num_bytes += width * sum(n for place, n in enumerate(sent) if place != own)
+        self.num_bytes += width * sum(n for place, n in enumerate(sent) if place != rank)
         return start(rows, sent, received, group)
 
 
-def predicted(ids: torch.Tensor, tokens: int, num_experts: int, sizes: tuple[int, ...], way: str, width: int) -> int:
-    """Of this rank, forward and backward, of all ranks' choices [W*T, K]."""
-    choices, ranks, own = ids.sort(-1).values.t(), ids.shape[0] // tokens, dist.get_rank()
+def predict_bytes(
+    ids: torch.Tensor, tokens: int, num_experts: int, sizes: tuple[int, ...], way: str, width: int
+) -> int:
+    """Predict the bytes that this rank sends in forward and backward. `ids`: [W*T, K], of all ranks."""
+    choices, ranks, rank = ids.sort(-1).values.t(), ids.shape[0] // tokens, dist.get_rank()
     found = count_traffic(choices, torch.arange(ranks).repeat_interleave(tokens), num_experts, sizes, way)
     top_k = ids.shape[1]
     there, back, back_grad, grad = row_bytes(width, 1 if way == "flat" else top_k, num_experts // ranks, top_k > 1)
     total = 0
     for hop in (*found.hops, *([] if found.beside is None else [found.beside])):
         others = hop - torch.diag(hop.diag())
-        total += int(others[own].sum()) * (there + back_grad) + int(others[:, own].sum()) * (back + grad)
+        total += int(others[rank].sum()) * (there + back_grad) + int(others[:, rank].sum()) * (back + grad)
     return total
 
 
-def case_bytes_are_those_of_the_formulas() -> None:
+def case_bytes_equal_the_formulas() -> None:
     world, tokens = dist.get_world_size(), 50
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
     levels = {("flat", world, ()): (world,), ("dedup", world, ()): (world,)}
@@ -79,5 +81,5 @@ def case_bytes_are_those_of_the_formulas() -> None:
             compiled = moefx.compile(block, mesh=mesh, plan=plan, example_inputs=(x[:8],))
             with mock.patch.object(row_exchange, "start", Counter()) as counter:
                 compiled(x.clone().requires_grad_()).float().sum().backward()
-            expected = predicted(torch.cat(ids), tokens, num_experts, sizes, way, width)
+            expected = predict_bytes(torch.cat(ids), tokens, num_experts, sizes, way, width)
             assert counter.num_bytes == expected > 0, (way, sizes, top_k, counter.num_bytes, expected)
