@@ -1,4 +1,4 @@
-"""Hand-made graphs of small MoE blocks, in the dialect and in plain torch, for the tests of graphs."""
+"""Hand-made graphs of small MoE blocks, in the dialect and in plain torch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Router(nn.Module):
 
 
 class Block(nn.Module):
-    """Tokens [..., D] through the plain loop over experts."""
+    """Loop over experts for tokens [..., D]."""
 
     def __init__(self, num_experts: int = E) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Block(nn.Module):
         return out.view_as(hidden_states)
 
 
-def spec(letters: tuple[str, ...], dtype: torch.dtype = torch.float32) -> dict:
+def make_meta(letters: tuple[str, ...], dtype: torch.dtype = torch.float32) -> dict:
     sizes = {"S": S, "K": K, "E": E, "D": D, "F": F, "B": S * K, "E+1": E + 1}
     return {
         "letters": letters,
@@ -67,13 +67,13 @@ def spec(letters: tuple[str, ...], dtype: torch.dtype = torch.float32) -> dict:
     }
 
 
-def block_graph(num_experts: int = E, *, fused: bool = True, name: str = "layers.3.mlp") -> BlockGraph:
-    """The graph of `Block` in the dialect, fused or one op per step."""
+def build_block_graph(num_experts: int = E, *, fused: bool = True, name: str = "layers.3.mlp") -> BlockGraph:
+    """Build the graph of `Block` in the dialect, fused or with one op per step."""
     g = Graph()
 
     def call(target, *args, letters=None, dtype=torch.float32, source="", **kwargs):
         node = g.call_function(target, args, kwargs)
-        node.meta.update(spec(letters, dtype) if letters else {})
+        node.meta.update(make_meta(letters, dtype) if letters else {})
         if source:
             node.meta["source"] = source
         return node

@@ -30,8 +30,8 @@ class Routing:
         return dialect.build_pft(self.topk_ids, weights, self.keep, **options)
 
 
-def naive_pft(routing: Routing) -> tuple[list[tuple[int, int]], list[int], list[list[int]]]:
-    """Per valid row its (token, slot); the offsets; the inverse. One entry at a time, as a person would say it."""
+def compute_pft(routing: Routing) -> tuple[list[tuple[int, int]], list[int], list[list[int]]]:
+    """Return (token, slot) per valid row, the offsets, and the inverse, computed entry by entry."""
     ids, weights, num_experts = routing.topk_ids.tolist(), routing.topk_weights, routing.num_experts
     num_tokens, num_slots = routing.topk_ids.shape
     entries = [
@@ -42,18 +42,18 @@ def naive_pft(routing: Routing) -> tuple[list[tuple[int, int]], list[int], list[
     ]
     queue = {
         "position_slot": sorted(entries, key=lambda sk: (sk[1], sk[0])),
-        "weight": sorted(entries, key=lambda sk: -float(weights[sk])),  # stable: ties stay in flat order
+        "weight": sorted(entries, key=lambda sk: -float(weights[sk])),  # stable: ties are in flat order
     }.get(routing.drop, entries)
-    taken, kept = [0] * num_experts, set()
+    loads, kept = [0] * num_experts, set()
     for s, k in queue:
         expert = ids[s][k]
-        if routing.capacity is None or taken[expert] < routing.capacity:
-            taken[expert] += 1
+        if routing.capacity is None or loads[expert] < routing.capacity:
+            loads[expert] += 1
             kept.add((s, k))
     rows = [sk for e in range(num_experts) for sk in entries if sk in kept and ids[sk[0]][sk[1]] == e]
     offsets = [0]
     for e in range(num_experts):
-        offsets.append(offsets[-1] + taken[e])
+        offsets.append(offsets[-1] + loads[e])
     inverse = [[-1] * num_slots for _ in range(num_tokens)]
     for row, (s, k) in enumerate(rows):
         inverse[s][k] = row
@@ -62,7 +62,7 @@ def naive_pft(routing: Routing) -> tuple[list[tuple[int, int]], list[int], list[
 
 @st.composite
 def routings(draw: st.DrawFn, max_tokens: int = 12, max_experts: int = 6, drops: bool = True) -> Routing:
-    """Balanced, empty experts, all to one, duplicates, ids out of range, ties in the weights, overflow."""
+    """Draw routings: balanced, with idle experts, one expert for all, duplicates, invalid ids, ties, and overflow."""
     num_experts = draw(st.integers(1, max_experts))
     num_tokens, num_slots = draw(st.integers(0, max_tokens)), draw(st.integers(1, num_experts))
     kind = draw(st.sampled_from(["free", "one", "distinct", "sentinel"]))
@@ -85,7 +85,7 @@ def routings(draw: st.DrawFn, max_tokens: int = 12, max_experts: int = 6, drops:
     return Routing(ids, weights, num_experts, keep, capacity, drop)
 
 
-def random_routing(
+def draw_routing(
     num_tokens: int, num_slots: int, num_experts: int, dtype: torch.dtype = torch.float64, **options: object
 ) -> Routing:
     ids = torch.rand(num_tokens, num_experts).argsort(1)[:, :num_slots]
@@ -94,7 +94,7 @@ def random_routing(
 
 @dataclasses.dataclass
 class Layer:
-    """An expert layer with its parameters, run fused by the dialect or plainly, token by token."""
+    """Expert layer with its parameters, run by the fused op or token by token."""
 
     body: ExpertBody
     up: list[Tensor]
@@ -128,7 +128,7 @@ class Layer:
         return dialect.combine(rows, None, token_ids, offsets, inverse)
 
     def plain(self, x: Tensor, routing: Routing, weights: Tensor) -> Tensor:
-        rows, _, _ = naive_pft(routing)
+        rows, _, _ = compute_pft(routing)
         out = x.new_zeros((x.shape[0], self.width(x)))
         for s, k in rows:
             e = int(routing.topk_ids[s, k])
@@ -145,7 +145,7 @@ def _leaf(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def swiglu_list(num_experts: int, d: int, h: int, dtype: torch.dtype = torch.float64) -> Layer:
-    """ModuleList of Linear: 3E separate [out,in] weights; weight applied to the output."""
+    """SwiGLU as lists of Linear: 3E separate weights [out, in]; the routing weight multiplies the output."""
     e = num_experts
     gate, up = ([_leaf(h, d, dtype=dtype) for _ in range(e)] for _ in range(2))
     down = [_leaf(d, h, dtype=dtype) for _ in range(e)]
@@ -165,7 +165,10 @@ def swiglu_list(num_experts: int, d: int, h: int, dtype: torch.dtype = torch.flo
 
 
 def interleaved_clamped(num_experts: int, d: int, h: int, dtype: torch.dtype = torch.float64) -> Layer:
-    """gpt-oss: stacked [E,D,2F] with gate and up interleaved, biases, clamp and (up + 1), weight afterwards."""
+    """gpt-oss:
+
+    stacked [E, D, 2F] with interleaved gate and up, biases, clamp and (up + 1); the weight multiplies the output.
+    """
     w1, b1 = _leaf(num_experts, d, 2 * h, dtype=dtype), _leaf(num_experts, 2 * h, dtype=dtype)
     w2, b2 = _leaf(num_experts, h, d, dtype=dtype), _leaf(num_experts, d, dtype=dtype)
 
@@ -186,7 +189,7 @@ def interleaved_clamped(num_experts: int, d: int, h: int, dtype: torch.dtype = t
 
 
 def weight_before(num_experts: int, d: int, h: int, dtype: torch.dtype = torch.float64) -> Layer:
-    """Non-gated, stacked and transposed, tanh-gelu, weight applied to the expert's input (no bias up)."""
+    """No gate: stacked and transposed, tanh-gelu. The weight multiplies the expert's input; up has no bias."""
     w1 = _leaf(num_experts, h, d, dtype=dtype)
     w2 = [_leaf(h, d, dtype=dtype) for _ in range(num_experts)]
     b2 = [_leaf(d, dtype=dtype) for _ in range(num_experts)]

@@ -1,4 +1,4 @@
-"""Binding of arguments to placeholders, and the specializations that admit a call."""
+"""Binding of arguments to placeholders, and specializations that admit a call."""
 
 import enum
 import inspect
@@ -75,7 +75,7 @@ def test_leaves_include_and_distinguish_containers():
 def test_leaves_are_described_by_kind():
     assert describe_leaf(torch.zeros(2, 3, dtype=torch.bfloat16)) == ("tensor", torch.bfloat16, "cpu", 2)
     assert len({describe_leaf(v) for v in (1, True, 1.0, "1", None, Colour.RED, torch.float32)}) == 7
-    assert describe_leaf(nn.Identity()) == describe_leaf(nn.Identity())  # objects: the type only
+    assert describe_leaf(nn.Identity()) == describe_leaf(nn.Identity())  # for objects only the type
 
 
 def test_the_specialization_of_a_call():
@@ -99,7 +99,7 @@ def test_a_specialization_admits_calls_of_its_kind_only():
     assert call._replace(training=None, grad=None).admits(call)
     assert not call._replace(training=False).admits(call)
     assert not call._replace(grad=False).admits(call)
-    # Autocast is no wildcard: None means off.
+    # Autocast has no wildcard: None means off.
     assert not call.admits(call._replace(autocast=torch.bfloat16))
     assert not call._replace(arguments=()).admits(call)
 

@@ -70,7 +70,7 @@ def test_ranges_are_read_wherever_the_attributes_are():
     owner.w_0, owner.w_1 = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     assert read_range(owner, "w_", 0, 2, "")[1] is owner.w_1
     del owner.w_1
-    owner.w_1 = torch.ones(1)  # as FSDP1 and DataParallel leave it
+    owner.w_1 = torch.ones(1)  # like FSDP1 and DataParallel
     assert read_range(owner, "w_", 0, 2, "")[1] is owner.w_1
     owner.experts = nn.ModuleList(nn.BatchNorm1d(1) for _ in range(2))
     assert read_range(owner.experts, "", 0, 2, ".running_mean")[0] is owner.experts[0].running_mean

@@ -18,12 +18,12 @@ from moefx.ir.argument_binding import Guard
 from moefx.ir.block_graph import BlockGraph
 from moefx.ir.node_values import TensorSpec, format_dtype, format_value
 
-from .graphs import Block, D, block_graph
+from .graphs import Block, D, build_block_graph
 
 aten = torch.ops.aten
 
 
-def graph_of(build, **fields) -> BlockGraph:
+def build_graph(build, **fields) -> BlockGraph:
     graph = Graph()
     build(graph)
     graph.lint()
@@ -35,14 +35,14 @@ def test_the_compiled_graph_equals_the_block(fused):
     torch.manual_seed(0)
     block = Block()
     x = torch.randn(3, 4, D)
-    torch.testing.assert_close(block_graph(fused=fused).compile()(block, x), block(x))
+    torch.testing.assert_close(build_block_graph(fused=fused).compile()(block, x), block(x))
 
 
 def test_kept_submodules_are_called_as_modules():
     block = Block()
     fired = []
     block.router.register_forward_hook(lambda *_: fired.append(1))
-    block_graph().compile()(block, torch.randn(2, 3, D))
+    build_block_graph().compile()(block, torch.randn(2, 3, D))
     assert fired == [1]
 
 
@@ -64,8 +64,8 @@ def test_every_kind_of_node_and_argument():
         g.output({"out": [total, (indices,)], "same": weight, "linear": linear, "flag": True, "none": None})
 
     block, x = Block(), 2 * torch.randn(3, D)
-    result = graph_of(build).compile()(block, x, x)
-    total = 2 * torch.relu(-1 - x.clamp(max=3).double()[:2, ..., None])  # of two equal ones
+    result = build_graph(build).compile()(block, x, x)
+    total = 2 * torch.relu(-1 - x.clamp(max=3).double()[:2, ..., None])  # the sum of two equal results
     torch.testing.assert_close(result["out"][0], total)
     torch.testing.assert_close(result["out"][1][0], total.max(0).indices)
     torch.testing.assert_close(result["linear"], x @ block.experts[0].up.weight.T)
@@ -82,7 +82,7 @@ def test_names_of_the_graph_do_not_shadow_the_sources():
         x = next(iter(g.nodes))
         g.output(g.call_function(aten.add.Tensor, (x, ranged)))
 
-    torch.testing.assert_close(graph_of(build).compile()(None, torch.ones(3)), torch.tensor([2.0, 3.0, 4.0]))
+    torch.testing.assert_close(build_graph(build).compile()(None, torch.ones(3)), torch.tensor([2.0, 3.0, 4.0]))
 
 
 def test_an_effect_is_kept():
@@ -93,7 +93,7 @@ def test_an_effect_is_kept():
 
     block = torch.nn.Module()
     block.register_buffer("counter", torch.zeros(2))
-    graph_of(build).compile()(block, torch.ones(2))
+    build_graph(build).compile()(block, torch.ones(2))
     assert block.counter.tolist() == [1, 1]
 
 
@@ -105,7 +105,7 @@ def test_output_specs_rebuild_the_users_containers():
         x = g.placeholder("x")
         g.output([x, x, None])
 
-    graph = graph_of(build, output_spec=spec)
+    graph = build_graph(build, output_spec=spec)
     assert pytree.tree_structure(graph.compile()(None, flat[0])) == spec
     assert "return {'a': x, 'b': (x, None)}" in graph.code and "return {'a': x, 'b': (x, None)}" in str(graph)
     assert pickle.loads(pickle.dumps(graph)).output_spec == spec
@@ -117,7 +117,7 @@ def test_containers_of_a_class_are_rebuilt_when_it_runs():
     def build(g):
         g.output([g.placeholder("x")])
 
-    graph = graph_of(build, output_spec=spec)
+    graph = build_graph(build, output_spec=spec)
     assert graph.compile()(None, flat[0]) == OrderedDict(a=flat[0])
     assert graph.code.endswith("return tree_unflatten([x], output_spec)\n")
 
@@ -140,7 +140,7 @@ def test_specs_of_any_class_pickle():
         def build(g):
             g.output([g.placeholder("x")])
 
-        loaded = pickle.loads(pickle.dumps(graph_of(build, output_spec=spec)))
+        loaded = pickle.loads(pickle.dumps(build_graph(build, output_spec=spec)))
         assert type(loaded.compile()(None, flat[0])) is type(value)
 
 
@@ -161,11 +161,11 @@ def test_values_are_freed_when_nothing_needs_them():
             x = g.call_function(watch, (g.call_function(aten.add.Tensor, (x, 1)),))
         g.output(g.call_function(count, (x,)))
 
-    assert graph_of(build).compile()(None, torch.ones(1)) == 1
+    assert build_graph(build).compile()(None, torch.ones(1)) == 1
 
 
 def test_tracebacks_show_the_generated_source():
-    block, graph = Block(), block_graph()
+    block, graph = Block(), build_block_graph()
     with pytest.raises(RuntimeError) as caught:
         graph.compile()(block, torch.randn(2, D + 1))
     frames = [
@@ -177,13 +177,13 @@ def test_tracebacks_show_the_generated_source():
 
 
 def test_the_same_source_is_one_function():
-    first, second = block_graph(name="layers.0.mlp"), block_graph(name="layers.1.mlp")
+    first, second = build_block_graph(name="layers.0.mlp"), build_block_graph(name="layers.1.mlp")
     assert first.compile() is second.compile()
-    assert first.compile() is not block_graph(fused=False).compile()
+    assert first.compile() is not build_block_graph(fused=False).compile()
 
 
 def test_expert_parameters_are_read_in_a_loop():
-    text = block_graph(256).code
+    text = build_block_graph(256).code
     assert 'read_range(self.experts, "", 0, 256, ".down.weight")' in text
     assert len(text.splitlines()) < 12
 
@@ -191,7 +191,7 @@ def test_expert_parameters_are_read_in_a_loop():
 def test_a_graph_may_record_the_load():
     torch.manual_seed(0)
     block, x = Block(), torch.randn(5, D)
-    out, (offsets,) = block_graph().compile(record_load=True)(block, x)
+    out, (offsets,) = build_block_graph().compile(record_load=True)(block, x)
     torch.testing.assert_close(out, block(x))
     ids = block.router(x)[1]
     assert offsets.diff().tolist() == [(ids == e).sum() for e in range(len(block.experts))]
@@ -199,7 +199,7 @@ def test_a_graph_may_record_the_load():
 
 def test_guards_return_the_failing_one():
     guards = (Guard("self.training"), Guard("hidden_states.shape[0] > 2", "a size was compared", "m.py:3"))
-    check = block_graph().compile_guards(guards)
+    check = build_block_graph().compile_guards(guards)
     block = Block()
     assert check(block, torch.zeros(3, D)) == -1
     assert check(block, torch.zeros(2, D)) == 1
@@ -207,7 +207,7 @@ def test_guards_return_the_failing_one():
 
 
 def test_a_copy_is_equal_and_independent():
-    graph = block_graph()
+    graph = build_block_graph()
     copy = graph.copy()
     assert str(copy) == str(graph) and copy.code == graph.code
     before = graph.code
@@ -218,7 +218,7 @@ def test_a_copy_is_equal_and_independent():
 
 
 def test_graphs_pickle_with_their_printed_form():
-    graph = block_graph().replace(header="after 2/3 fuse")
+    graph = build_block_graph().replace(header="after 2/3 fuse")
     loaded = pickle.loads(pickle.dumps(graph))
     assert str(loaded) == str(graph)
     assert loaded.compile() is graph.compile()
@@ -226,7 +226,7 @@ def test_graphs_pickle_with_their_printed_form():
 
 
 def test_blocks_that_share_a_graph_share_it_in_a_pickle():
-    graph = block_graph(256)
+    graph = build_block_graph(256)
     many = [graph.replace(name=f"layers.{i}.mlp") for i in range(20)]
     assert len(pickle.dumps(many)) < 1.5 * len(pickle.dumps(graph)) + 4096
     loaded = pickle.loads(pickle.dumps(many))
@@ -236,7 +236,7 @@ def test_blocks_that_share_a_graph_share_it_in_a_pickle():
 def test_fake_values_become_specs_in_a_pickle():
     from torch._subclasses import FakeTensorMode
 
-    graph = block_graph().copy()
+    graph = build_block_graph().copy()
     with FakeTensorMode():
         graph.placeholders[0].meta["val"] = torch.empty(2, 3, dtype=torch.bfloat16)
     graph.placeholders[0].meta["closure"] = lambda: None
@@ -264,7 +264,7 @@ def test_values_print_their_dtype_and_letters():
 
 
 def test_nodes_are_found_by_name_or_operation():
-    graph = block_graph(fused=False)
+    graph = build_block_graph(fused=False)
     assert [n.op for n in graph.find("router")] == ["call_module"]
     assert graph.find("moefx::combine") == graph.find(torch.ops.moefx.combine.default) != []
     assert repr(graph) == f"<BlockGraph layers.3.mlp: {len(graph.nodes)} nodes>"

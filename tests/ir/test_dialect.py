@@ -1,4 +1,4 @@
-"""Ops of the dialect against naive loops, with rows behind the last expert poisoned."""
+"""Ops of the dialect equal naive loops, with NaN in the rows after the last expert."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch.utils.checkpoint import checkpoint
 from moefx.errors import DoubleBackward, InvalidInput
 from moefx.ir.ops import dialect
 
-from .routings import Routing, naive_pft, random_routing, routings
+from .routings import Routing, compute_pft, draw_routing, routings
 
 HALF = [torch.bfloat16, torch.float16]
 FAST = settings(max_examples=60, deadline=None)
 
 
-def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def make_leaf(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.randn(*shape, dtype=dtype, requires_grad=True)
 
 
 def poison(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """The same rows with NaN in the tail."""
+    """Copy rows and fill the tail with NaN."""
     tail = torch.arange(rows.shape[0]) >= offsets[-1]
     return rows.detach().masked_fill(tail.view(-1, *[1] * (rows.dim() - 1)), float("nan"))
 
@@ -44,7 +44,7 @@ def test_build_pft_is_the_naive_one(routing: Routing, weighted: bool):
         capacity=routing.capacity,
         drop=routing.drop,
     )
-    rows, naive_offsets, naive_inverse = naive_pft(routing)
+    rows, naive_offsets, naive_inverse = compute_pft(routing)
     assert {t.dtype for t in (token_ids, slot_ids, offsets, inverse)} == {torch.int32}
     assert offsets.tolist() == naive_offsets
     assert inverse.tolist() == naive_inverse
@@ -70,7 +70,7 @@ def test_build_pft_allocates_the_valid_rows(routing: Routing):
     rows = found[0].shape[0]
     assert num_valid <= rows <= min(ids.numel(), num_valid * 65 / 64)
     for i, (got, want) in enumerate(zip(found, whole, strict=True)):
-        assert torch.equal(got, want[:rows] if i in (0, 1, 4) else want)  # those by row
+        assert torch.equal(got, want[:rows] if i in (0, 1, 4) else want)  # compare one value per row
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8])
@@ -108,7 +108,7 @@ def test_gradient_of_the_weights_goes_to_the_kept_ones(routing: Routing):
     *_, offsets, _, combine_weights = routing.build(weights)
     grad = poison(torch.randn(combine_weights.shape, dtype=torch.float64), offsets)
     (got,) = torch.autograd.grad(combine_weights, weights, grad)
-    rows, _, _ = naive_pft(routing)
+    rows, _, _ = compute_pft(routing)
     expected = torch.zeros_like(got)
     for row, (s, k) in enumerate(rows):
         expected[s, k] = grad[row]
@@ -164,7 +164,7 @@ def test_build_pft_refuses_arguments_that_do_not_fit(arguments, options, message
 def test_dispatch_and_combine_are_the_naive_ones(routing: Routing):
     x = torch.randn(routing.topk_ids.shape[0], 3, dtype=torch.float64)
     token_ids, _, offsets, inverse, weights = routing.build()
-    pairs, _, _ = naive_pft(routing)
+    pairs, _, _ = compute_pft(routing)
     rows = dialect.dispatch(x, token_ids, offsets, inverse)
     assert torch.equal(rows[: len(pairs)], x[[s for s, _ in pairs]])
     rows = poison(rows, offsets)
@@ -189,14 +189,14 @@ def test_gradients_of_dispatch_and_combine_are_numerically_right(ids, weighted):
         rows = torch.where((torch.arange(6) < valid)[:, None], rows.tanh(), float("nan"))
         return dialect.combine(rows, weights if weighted else None, token_ids, offsets, inverse)
 
-    assert torch.autograd.gradcheck(f, (leaf(3, 4), leaf(3, 2)))
+    assert torch.autograd.gradcheck(f, (make_leaf(3, 4), make_leaf(3, 2)))
 
 
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32, torch.float64])
 @pytest.mark.parametrize("weight_dtype", [None, torch.float32, torch.float64, torch.bfloat16])
 def test_combine_adds_up_in_float32_at_least(dtype, weight_dtype):
     torch.manual_seed(0)
-    routing = random_routing(5, 4, 4)
+    routing = draw_routing(5, 4, 4)
     token_ids, _, offsets, inverse, weights = routing.build()
     rows = torch.randn(20, 8).to(dtype).requires_grad_()
     weights = None if weight_dtype is None else weights.to(weight_dtype)
@@ -216,18 +216,18 @@ def test_gradients_of_a_weighted_combine_keep_the_tail_clean():
     rows = poison(torch.randn(4, 3), offsets).requires_grad_()
     weights = weights.detach().requires_grad_()
     dialect.combine(rows, weights, token_ids, offsets, inverse).sum().backward()
-    # A learned scale of the weights in the user's graph sums over all of them: no NaN may come from the tail.
+    # The user's graph may sum over all weights, so that the tail must not contain NaN.
     assert torch.isfinite(weights.grad).all()
     assert weights.grad[-1] == 0
     assert torch.isfinite(rows.grad[:3]).all()
 
 
 def test_dispatch_and_combine_are_differentiable_twice():
-    token_ids, _, offsets, inverse, weights = random_routing(4, 2, 3).build()
-    x, w = leaf(4, 3), weights.detach().requires_grad_()
+    token_ids, _, offsets, inverse, weights = draw_routing(4, 2, 3).build()
+    x, w = make_leaf(4, 3), weights.detach().requires_grad_()
     rows = dialect.dispatch(x, token_ids, offsets, inverse)
     out = dialect.combine(rows**2, None, token_ids, offsets, inverse)
-    # Gathers and sums are each other's derivative, any number of times.
+    # Gathers and sums are derivatives of each other, of any order.
     (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
     assert torch.autograd.grad(grad.sum(), x)[0].shape == x.shape
     out = dialect.combine(rows, w, token_ids, offsets, inverse)
@@ -242,7 +242,7 @@ def test_dispatch_and_combine_are_differentiable_twice():
 @FAST
 @given(routings(), st.booleans(), st.booleans(), st.booleans())
 def test_grouped_mm_is_the_naive_one(routing: Routing, transposed: bool, stacked: bool, contiguous: bool):
-    pairs, _, _ = naive_pft(routing)
+    pairs, _, _ = compute_pft(routing)
     token_ids, _, offsets, _, _ = routing.build()
     num_experts = routing.num_experts
     rows = poison(torch.randn(token_ids.shape[0], 3, dtype=torch.float64), offsets).requires_grad_()
@@ -267,9 +267,9 @@ def test_grouped_mm_is_the_naive_one(routing: Routing, transposed: bool, stacked
 
 
 def test_gradients_of_separate_weights_are_slices_of_one_buffer():
-    _, _, offsets, _, _ = random_routing(6, 2, 4).build()
-    w = [leaf(5, 3) for _ in range(4)]
-    dialect.grouped_mm(leaf(12, 3), w, offsets, transposed=True).sum().backward()
+    _, _, offsets, _, _ = draw_routing(6, 2, 4).build()
+    w = [make_leaf(5, 3) for _ in range(4)]
+    dialect.grouped_mm(make_leaf(12, 3), w, offsets, transposed=True).sum().backward()
     pointers = [p.grad.data_ptr() for p in w]
     assert len({p.grad.untyped_storage().data_ptr() for p in w}) == 1
     assert [p - pointers[0] for p in pointers] == [i * 5 * 3 * 8 for i in range(4)]
@@ -278,7 +278,7 @@ def test_gradients_of_separate_weights_are_slices_of_one_buffer():
 @FAST
 @given(routings(), st.booleans())
 def test_expert_rows_is_the_naive_one(routing: Routing, stacked: bool):
-    pairs, _, _ = naive_pft(routing)
+    pairs, _, _ = compute_pft(routing)
     token_ids, _, offsets, _, _ = routing.build()
     v = torch.randn(routing.num_experts, 3, dtype=torch.float64)
     vectors = [v.requires_grad_()] if stacked else [u.clone().requires_grad_() for u in v]
@@ -294,7 +294,7 @@ def test_expert_rows_is_the_naive_one(routing: Routing, stacked: bool):
 
 
 def test_mixed_dtypes_are_an_error_outside_autocast():
-    _, _, offsets, _, _ = random_routing(4, 2, 2).build()
+    _, _, offsets, _, _ = draw_routing(4, 2, 2).build()
     rows, w = torch.randn(8, 3, dtype=torch.bfloat16), torch.randn(2, 3, 4)
     with pytest.raises(InvalidInput, match=r"rows are torch.bfloat16, expert parameters are torch.float32.*autocast"):
         dialect.grouped_mm(rows, [w], offsets, transposed=False)
@@ -319,9 +319,9 @@ def test_autocast_computes_as_linear_does(dtype, inside):
 
 
 def test_autocast_leaves_float64_alone():
-    _, _, offsets, _, _ = random_routing(4, 2, 2).build()
+    _, _, offsets, _, _ = draw_routing(4, 2, 2).build()
     with torch.autocast("cpu", torch.bfloat16):
-        out = dialect.grouped_mm(leaf(8, 3), [leaf(2, 3, 4)], offsets, transposed=False)
+        out = dialect.grouped_mm(make_leaf(8, 3), [make_leaf(2, 3, 4)], offsets, transposed=False)
     assert out.dtype is torch.float64
 
 
@@ -336,14 +336,14 @@ def test_autocast_leaves_float64_alone():
     ],
 )
 def test_wrong_weights_are_named(w, message):
-    _, _, offsets, _, _ = random_routing(4, 2, 2).build()
+    _, _, offsets, _, _ = draw_routing(4, 2, 2).build()
     with pytest.raises((InvalidInput, RuntimeError), match=message):
         dialect.grouped_mm(torch.randn(8, 3), w, offsets, transposed=False)
 
 
 def test_double_backward_of_grouped_mm_and_expert_rows():
-    _, _, offsets, _, _ = random_routing(4, 2, 2).build()
-    rows, w, v = leaf(8, 3), leaf(2, 3, 4), leaf(2, 4)
+    _, _, offsets, _, _ = draw_routing(4, 2, 2).build()
+    rows, w, v = make_leaf(8, 3), make_leaf(2, 3, 4), make_leaf(2, 4)
     out = dialect.grouped_mm(rows, [w], offsets, transposed=False) * dialect.expert_rows([v], offsets, 8)
     grad_w, grad_v = torch.autograd.grad(out.square().sum(), [w, v], create_graph=True)
     with pytest.raises(DoubleBackward, match="moefx::grouped_mm"):
@@ -355,7 +355,7 @@ def test_double_backward_of_grouped_mm_and_expert_rows():
 # -- around torch --------------------------------------------------------------------------------------------
 
 
-def steps(x, topk_ids, topk_weights, w, v):
+def run_steps(x, topk_ids, topk_weights, w, v):
     """All ops that are not fused, as a rewritten block would chain them."""
     token_ids, _, offsets, inverse, weights = dialect.build_pft(topk_ids, topk_weights, None, num_experts=4)
     rows = dialect.dispatch(x, token_ids, offsets, inverse)
@@ -364,21 +364,21 @@ def steps(x, topk_ids, topk_weights, w, v):
     return dialect.combine(rows, weights, token_ids, offsets, inverse)
 
 
-def inputs(num_tokens: int, dtype: torch.dtype = torch.float32):
-    routing = random_routing(num_tokens, 2, 4, dtype)
-    w, v = [leaf(5, 3, dtype=dtype) for _ in range(4)], [leaf(5, dtype=dtype) for _ in range(4)]
-    return leaf(num_tokens, 3, dtype=dtype), routing.topk_ids, routing.topk_weights.requires_grad_(), w, v
+def draw_inputs(num_tokens: int, dtype: torch.dtype = torch.float32):
+    routing = draw_routing(num_tokens, 2, 4, dtype)
+    w, v = [make_leaf(5, 3, dtype=dtype) for _ in range(4)], [make_leaf(5, dtype=dtype) for _ in range(4)]
+    return make_leaf(num_tokens, 3, dtype=dtype), routing.topk_ids, routing.topk_weights.requires_grad_(), w, v
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
 def test_compiles_as_one_graph_for_any_routing_and_size(backend):
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
-    compiled = torch.compile(steps, fullgraph=True, dynamic=True, backend=counter)
+    compiled = torch.compile(run_steps, fullgraph=True, dynamic=True, backend=counter)
     for num_tokens in (6, 9, 17):
-        args = inputs(num_tokens)
+        args = draw_inputs(num_tokens)
         leaves = [args[0], args[2], *args[3], *args[4]]
-        expected, got = steps(*args), compiled(*args)
+        expected, got = run_steps(*args), compiled(*args)
         grad = torch.randn_like(expected)
         torch.testing.assert_close(got, expected)
         torch.testing.assert_close(
@@ -391,7 +391,7 @@ def test_compiles_as_one_graph_for_any_routing_and_size(backend):
 
 
 def test_the_ops_are_the_nodes_of_the_graph():
-    args = inputs(6)
+    args = draw_inputs(6)
     exported = torch.export.export(_Steps(), args[:3] + (args[3], args[4]))
     targets = [n.target for n in exported.graph.nodes if n.op == "call_function"]
     for op in ("build_pft", "dispatch", "grouped_mm", "expert_rows", "combine"):
@@ -400,18 +400,18 @@ def test_the_ops_are_the_nodes_of_the_graph():
 
 class _Steps(torch.nn.Module):
     def forward(self, x, topk_ids, topk_weights, w, v):
-        return steps(x, topk_ids, topk_weights, w, v)
+        return run_steps(x, topk_ids, topk_weights, w, v)
 
 
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32, torch.float64])
 @pytest.mark.parametrize("num_tokens", [0, 1, 5])
 def test_all_dtypes_and_sizes(dtype, num_tokens):
-    args = inputs(num_tokens, dtype)
+    args = draw_inputs(num_tokens, dtype)
     leaves = [args[0], args[2], *args[3], *args[4]]
-    out = steps(*args)
+    out = run_steps(*args)
     assert out.shape == (num_tokens, 5)
     assert out.dtype is dtype
-    exact = inputs(num_tokens, torch.float64)
+    exact = draw_inputs(num_tokens, torch.float64)
     exact = (
         args[0].double(),
         args[1],
@@ -420,7 +420,7 @@ def test_all_dtypes_and_sizes(dtype, num_tokens):
         [b.double() for b in args[4]],
     )
     torch.testing.assert_close(
-        out.double(), steps(*exact), rtol=8 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps
+        out.double(), run_steps(*exact), rtol=8 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps
     )
     for leaf_, grad in zip(leaves, torch.autograd.grad(out.sum(), leaves), strict=True):
         assert grad.shape == leaf_.shape
@@ -429,38 +429,38 @@ def test_all_dtypes_and_sizes(dtype, num_tokens):
 
 
 def test_strided_inputs_give_the_same_results():
-    x, ids, weights, w, v = inputs(6)
-    expected = steps(x, ids, weights, w, v)
+    x, ids, weights, w, v = draw_inputs(6)
+    expected = run_steps(x, ids, weights, w, v)
     strided = [t.detach().repeat_interleave(2, -1)[..., ::2] for t in (x, ids, weights)]
-    got = steps(*strided, [m.detach().t().contiguous().t() for m in w], [u.detach().repeat(2)[:5] for u in v])
+    got = run_steps(*strided, [m.detach().t().contiguous().t() for m in w], [u.detach().repeat(2)[:5] for u in v])
     torch.testing.assert_close(got, expected)
     transposed = x.detach().t().contiguous().t()
-    torch.testing.assert_close(steps(transposed, ids, weights, w, v), expected)
+    torch.testing.assert_close(run_steps(transposed, ids, weights, w, v), expected)
 
 
 def test_checkpoint_inference_mode_and_no_grad():
-    args = inputs(6)
+    args = draw_inputs(6)
     leaves = [args[0], args[2], *args[3], *args[4]]
-    expected = steps(*args)
+    expected = run_steps(*args)
     grads = torch.autograd.grad(expected.sum(), leaves)
     for reentrant in (False, True):
-        again = checkpoint(steps, *args, use_reentrant=reentrant)
+        again = checkpoint(run_steps, *args, use_reentrant=reentrant)
         got = torch.autograd.grad(again.sum(), leaves) if not reentrant else None
         if got is None:
-            again.sum().backward()  # the reentrant kind does not go with autograd.grad
+            again.sum().backward()  # the reentrant implementation does not support autograd.grad
             got = [args[0].grad, args[2].grad]
             grads = grads[:2]
         torch.testing.assert_close(list(got), list(grads))
     with torch.inference_mode():
-        assert torch.equal(steps(*args), expected)
+        assert torch.equal(run_steps(*args), expected)
     with torch.no_grad():
-        assert torch.equal(steps(*args), expected)
+        assert torch.equal(run_steps(*args), expected)
 
 
 def test_steps_run_on_the_meta_device():
-    args = inputs(6)
+    args = draw_inputs(6)
     meta = [t.to("meta") for t in args[:3]]
-    out = steps(*meta, [m.to("meta") for m in args[3]], [u.to("meta") for u in args[4]])
+    out = run_steps(*meta, [m.to("meta") for m in args[3]], [u.to("meta") for u in args[4]])
     assert out.device.type == "meta"
     assert out.shape == (6, 5)
 
@@ -468,7 +468,7 @@ def test_steps_run_on_the_meta_device():
 ROUTING = Routing(torch.tensor([[0, 2], [2, 1], [0, 1]]), torch.rand(3, 2), 3)
 
 
-def _opcheck_cases():
+def _list_opcheck_cases():
     token_ids, _, offsets, inverse, weights = ROUTING.build()
     index = (token_ids, offsets, inverse)
     f32 = {"dtype": torch.float32}
@@ -478,35 +478,35 @@ def _opcheck_cases():
     yield "build_pft", (ids, topk_weights, ids > 0), {"num_experts": 3, "capacity": 1, "drop": "weight"}
     yield "build_pft", (ids, None, None), {"num_experts": 3}
     yield "build_pft_backward", (torch.randn(6), inverse), {}
-    yield "dispatch", (leaf(3, 4, **f32), *index), {}
-    yield "combine", (leaf(6, 4, **f32), None, *index), {}
-    yield "combine", (leaf(6, 4, **f32), w, *index), {}
+    yield "dispatch", (make_leaf(3, 4, **f32), *index), {}
+    yield "combine", (make_leaf(6, 4, **f32), None, *index), {}
+    yield "combine", (make_leaf(6, 4, **f32), w, *index), {}
     yield "combine_backward", (torch.randn(3, 4), torch.randn(6, 4), w.detach(), token_ids, offsets), {}
     yield (
         "grouped_mm",
-        (leaf(6, 4, **f32), [leaf(5, 4, **f32) for _ in range(3)], offsets),
+        (make_leaf(6, 4, **f32), [make_leaf(5, 4, **f32) for _ in range(3)], offsets),
         {"transposed": True},
     )
-    yield "grouped_mm", (leaf(6, 4, **f32), [leaf(3, 4, 5, **f32)], offsets), {"transposed": False}
+    yield "grouped_mm", (make_leaf(6, 4, **f32), [make_leaf(3, 4, 5, **f32)], offsets), {"transposed": False}
     yield (
         "grouped_mm",
-        (leaf(6, 4, **f32), [leaf(3, 4, 5, **f32)], offsets, leaf(6, 5, **f32)),
+        (make_leaf(6, 4, **f32), [make_leaf(3, 4, 5, **f32)], offsets, make_leaf(6, 5, **f32)),
         {"transposed": False},
     )
     backward = {"transposed": True, "dtype": torch.float32}
     yield "grouped_mm_backward", (torch.randn(6, 5), torch.randn(6, 4), offsets), backward
-    yield "expert_rows", ([leaf(3, 4, **f32)], offsets, 6), {}
-    yield "expert_rows", ([leaf(4, **f32) for _ in range(3)], offsets, 6), {}
+    yield "expert_rows", ([make_leaf(3, 4, **f32)], offsets, 6), {}
+    yield "expert_rows", ([make_leaf(4, **f32) for _ in range(3)], offsets, 6), {}
     yield "expert_rows_backward", (torch.randn(6, 4), offsets), {"dtype": torch.float32}
 
 
-@pytest.mark.parametrize(("name", "args", "kwargs"), list(_opcheck_cases()))
+@pytest.mark.parametrize(("name", "args", "kwargs"), list(_list_opcheck_cases()))
 def test_ops_pass_opcheck(name, args, kwargs):
     opcheck(getattr(dialect, name).overload, args, kwargs)
 
 
 def test_build_pft_with_gradient_survives_aot():
-    # opcheck's own gradient helper cannot add up results of which the first is an integer.
+    # opcheck's own gradient helper fails if the first result is an integer.
     def f(weights):
         return dialect.build_pft(ROUTING.topk_ids, weights, None, num_experts=3)[4] ** 2
 

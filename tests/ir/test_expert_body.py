@@ -1,4 +1,4 @@
-"""Expert bodies: their text in JSON and as a formula, and the dtypes of their parts."""
+"""Expert bodies: their JSON, their formula, and the dtypes of their parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`expert_mlp` against plain experts: results, gradients, kept tensors, and deferred gradients of weights."""
+"""`expert_mlp` equals plain experts in results, gradients, kept tensors, and deferred gradients of weights."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from moefx.ir.expert_body import ExpertBody, Gemm
 from moefx.ir.ops import dialect
 from moefx.lowering.torch import segments
 
-from .routings import LAYERS, Layer, Routing, random_routing, routings, swiglu_list
+from .routings import LAYERS, Layer, Routing, draw_routing, routings, swiglu_list
 
 KEEPS = ["h", "x", "all", "none"]
 
 
 @contextlib.contextmanager
-def using(provider: str) -> Iterator[str]:
-    """Force a provider of `expert_mlp` and its backward. "padded": segments, with rows that are not own."""
+def force_provider(provider: str) -> Iterator[str]:
+    """Force a provider of `expert_mlp` and its backward. "padded": "segments" with padding rows."""
     before = segments.padding
     if provider == "padded":
         provider, segments.padding = "segments", lambda num_rows, *_: num_rows % 4
@@ -61,7 +61,7 @@ def check_against_plain(layer: Layer, routing: Routing, keep: str, d: int, **opt
         else [None] * len(leaves)
     )
     for leaf, g, e in zip(leaves, torch.autograd.grad(got, leaves, grad), wanted, strict=True):
-        torch.testing.assert_close(g, torch.zeros_like(leaf) if e is None else e)  # unhit experts: zero
+        torch.testing.assert_close(g, torch.zeros_like(leaf) if e is None else e)  # zero for experts without tokens
 
 
 @pytest.mark.parametrize("provider", ["segments", "padded", "reference"])
@@ -73,7 +73,7 @@ def check_against_plain(layer: Layer, routing: Routing, keep: str, d: int, **opt
 )  # fmt: skip
 def test_equals_the_plain_experts_forward_and_backward(make, provider, routing, keep, reduce, later):
     op_providers.reset_counters()
-    with using(provider) as provider:
+    with force_provider(provider) as provider:
         check_against_plain(make(routing.num_experts, 4, 3), routing, keep, 4, reduce=reduce, later=later)
     assert op_providers.counters()["expert_mlp", provider] == 1
     assert op_providers.counters()["expert_mlp_backward", provider] == 1 + later
@@ -84,16 +84,16 @@ def test_equals_the_plain_experts_forward_and_backward(make, provider, routing, 
 @pytest.mark.parametrize("reduce", [False, True])
 @pytest.mark.parametrize("out", [("mul.Tensor", "y", "w"), ("mul.Tensor", ("tanh", "y"), "w")], ids=["linear", "tanh"])
 def test_biases_that_are_added_in_another_dtype(provider, keep, reduce, out):
-    """As `x @ w + bias` under autocast: products in one dtype, their sums with the biases in a wider one."""
+    """Add biases in a wider dtype than that of the products, like `x @ w + bias` under autocast."""
     torch.manual_seed(0)
     num_experts, d, h = 3, 8, 16
     gemm = Gemm(1, False, bias=True, bias_dtype="float64")
-    act = ("tanh", ("sub.Tensor", "a0", 4096.0))  # lost if the sum is rounded to float32
+    act = ("tanh", ("sub.Tensor", "a0", 4096.0))  # rounding the sum to float32 would lose it
     body = ExpertBody((gemm,), ((0, None, None, 1),), act, gemm, out).to_json()
     up, down = (torch.randn(num_experts, *shape, requires_grad=True) for shape in ((d, h), (h, d)))
     biases = [4096 + torch.randn(num_experts, n, dtype=torch.float64) for n in (h, d)]
     up_bias, down_bias = (b.requires_grad_() for b in biases)
-    routing = random_routing(9, 2, num_experts)
+    routing = draw_routing(9, 2, num_experts)
     x, weights = torch.randn(9, d, requires_grad=True), routing.topk_weights.requires_grad_()
 
     def plain() -> Tensor:
@@ -114,7 +114,7 @@ def test_biases_that_are_added_in_another_dtype(provider, keep, reduce, out):
         assert all(t.dtype is torch.float32 for t in kept)
         return rows if reduce else dialect.combine(rows, None, token_ids, offsets, inverse)
 
-    with using(provider):
+    with force_provider(provider):
         got, expected = fused(), plain()
         assert got.dtype is expected.dtype
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-4)
@@ -144,7 +144,7 @@ def test_gradients_are_numerically_right(make):
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("reduce", [False, True])
 def test_the_tail_is_never_read(make, provider, keep, reduce):
-    """Dropped rows: whatever stands behind expert_offsets[E], in inputs and in what is kept, stays there."""
+    """Leave rows behind expert_offsets[E] unread and unchanged, in inputs and kept tensors."""
     layer = make(3, 4, 2)
     routing = Routing(torch.tensor([[0, 2], [2, -1], [3, 0]]), torch.rand(3, 2).double(), 3)
     x = torch.randn(3, 4, dtype=torch.float64)
@@ -167,25 +167,25 @@ def test_the_tail_is_never_read(make, provider, keep, reduce):
         t[int(offsets[-1]) :] = float("nan")
         return t
 
-    with using(provider):
+    with force_provider(provider):
         clean, poisoned = gradients(lambda t: t), gradients(with_nan)
     for a, b in zip(clean, poisoned, strict=True):
         assert torch.equal(a, b)
 
 
-def in_order(layer: Layer, routing: Routing, x: Tensor, order: list[str]) -> Tensor:
-    """A step ahead of the weights' gradients, and one behind them, tell when autograd comes to them."""
+def record_order(layer: Layer, routing: Routing, x: Tensor, order: list[str]) -> Tensor:
+    """Record the order in which autograd reaches the ops before and after the experts."""
 
-    def told(tensor: Tensor, name: str) -> Tensor:
+    def record(tensor: Tensor, name: str) -> Tensor:
         tensor = tensor.clone()
         tensor.register_hook(lambda _: order.append(name))
         return tensor
 
     for p in layer.parameters:
         p.register_hook(lambda _: order.append("weights"))
-    early = told(x, "ahead")
+    early = record(x, "ahead")
     later = dialect.weights_later(layer.up, layer.down)
-    late = told(early, "behind")
+    late = record(early, "behind")
     token_ids, _, offsets, inverse, row_weights = routing.build()
     parameters = (layer.up, layer.up_bias, layer.down, layer.down_bias)
     arguments = (late, token_ids, offsets, inverse, row_weights, *parameters, later)
@@ -193,9 +193,9 @@ def in_order(layer: Layer, routing: Routing, x: Tensor, order: list[str]) -> Ten
 
 
 def test_deferred_weight_gradients_are_computed_at_their_point():
-    layer, routing = swiglu_list(3, 4, 2), random_routing(5, 2, 3)
+    layer, routing = swiglu_list(3, 4, 2), draw_routing(5, 2, 3)
     x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
-    out, order = in_order(layer, routing, x, told := []), told
+    out, order = record_order(layer, routing, x, names := []), names
     out.sum().backward(retain_graph=True)
     assert order == ["behind", *["weights"] * len(layer.parameters), "ahead"]
     first = [p.grad.clone() for p in (x, *layer.parameters)]
@@ -207,12 +207,12 @@ def test_deferred_weight_gradients_are_computed_at_their_point():
 
 
 def test_deferred_weight_gradients_that_are_not_needed():
-    layer, routing = swiglu_list(3, 4, 2), random_routing(5, 2, 3)
+    layer, routing = swiglu_list(3, 4, 2), draw_routing(5, 2, 3)
     x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
     want = torch.autograd.grad(layer.fused(x, routing, routing.topk_weights).sum(), [x, *layer.parameters])
     (got,) = torch.autograd.grad(layer.fused(x, routing, routing.topk_weights, later=True).sum(), x)
     torch.testing.assert_close(got, want[0])
-    for p in layer.up:  # frozen, the others not
+    for p in layer.up:  # frozen, unlike the others
         p.requires_grad_(False)
     out = layer.fused(x, routing, routing.topk_weights, later=True)
     got = torch.autograd.grad(out.sum(), [x, *layer.down])
@@ -224,7 +224,7 @@ def test_deferred_weight_gradients_that_are_not_needed():
 
 
 def test_deferred_weight_gradients_survive_recomputation_and_aot():
-    layer, routing = swiglu_list(3, 4, 2), random_routing(5, 2, 3)
+    layer, routing = swiglu_list(3, 4, 2), draw_routing(5, 2, 3)
     x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
 
     def loss(x: Tensor) -> Tensor:
@@ -236,7 +236,7 @@ def test_deferred_weight_gradients_survive_recomputation_and_aot():
 
 
 def test_only_needed_gradients_are_computed():
-    layer, routing = LAYERS["interleaved_clamped"](3, 4, 2), random_routing(5, 2, 3)
+    layer, routing = LAYERS["interleaved_clamped"](3, 4, 2), draw_routing(5, 2, 3)
     x, weights = torch.randn(5, 4, dtype=torch.float64, requires_grad=True), routing.topk_weights
     reference = torch.autograd.grad(layer.fused(x, routing, weights).sum(), x)
     for p in layer.parameters:
@@ -251,7 +251,7 @@ def test_only_needed_gradients_are_computed():
 
 
 def test_frozen_experts_among_separate_ones():
-    layer, routing = swiglu_list(3, 4, 2), random_routing(5, 2, 3)
+    layer, routing = swiglu_list(3, 4, 2), draw_routing(5, 2, 3)
     layer.up[1].requires_grad_(False)
     layer.fused(torch.randn(5, 4).double(), routing, routing.topk_weights).sum().backward()
     assert layer.up[1].grad is None
@@ -260,38 +260,38 @@ def test_frozen_experts_among_separate_ones():
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_gradients_of_separate_parameters_are_never_copied(device):
-    """One by one where the GEMMs are, else as slices of one stack for each GEMM."""
-    layer, routing = swiglu_list(4, 4, 2), random_routing(6, 2, 4)
+    """Return gradients one by one where products run one by one, else as slices of one stack per product."""
+    layer, routing = swiglu_list(4, 4, 2), draw_routing(6, 2, 4)
     for name in ("up", "down"):
         setattr(layer, name, [p.detach().to(device).requires_grad_() for p in getattr(layer, name)])
     routing = Routing(routing.topk_ids.to(device), routing.topk_weights.to(device), 4)
-    made = []
-    with CatchBackward(made):
+    returned = []
+    with CatchBackward(returned):
         layer.fused(torch.randn(6, 4).double().to(device), routing, routing.topk_weights).sum().backward()
     gradients = [p.grad for p in layer.parameters]
     if device == "cpu":
-        assert [g.data_ptr() for g in gradients] == [pointer for pointer, _ in made]
+        assert [g.data_ptr() for g in gradients] == [pointer for pointer, _ in returned]
     else:
-        assert [shape for _, shape in made] == [(4, 2, 4), (4, 2, 4), (4, 4, 2)]
+        assert [shape for _, shape in returned] == [(4, 2, 4), (4, 2, 4), (4, 4, 2)]
         assert [g.shape for g in gradients] == [p.shape for p in layer.parameters]
 
 
 class CatchBackward(torch.utils._python_dispatch.TorchDispatchMode):
-    def __init__(self, made: list[tuple[int, tuple[int, ...]]]):
+    def __init__(self, returned: list[tuple[int, tuple[int, ...]]]):
         super().__init__()
-        self.made = made
+        self.returned = returned
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if func is dialect.expert_mlp_backward.overload:
-            # Not the tensors: a second reference would make autograd copy them.
-            self.made += [(0 if t.is_meta else t.data_ptr(), tuple(t.shape)) for t in out]
+            # Keep no tensors: a second reference would make autograd copy them.
+            self.returned += [(0 if t.is_meta else t.data_ptr(), tuple(t.shape)) for t in out]
         return out
 
 
 @pytest.mark.parametrize("which", ["up", "down"])
 def test_an_in_place_update_before_the_backward_raises(which):
-    layer, routing = swiglu_list(3, 4, 2), random_routing(5, 2, 3)
+    layer, routing = swiglu_list(3, 4, 2), draw_routing(5, 2, 3)
     out = layer.fused(torch.randn(5, 4).double(), routing, routing.topk_weights)
     with torch.no_grad():
         getattr(layer, which)[1].mul_(2)
@@ -300,7 +300,7 @@ def test_an_in_place_update_before_the_backward_raises(which):
 
 
 def test_a_second_derivative_raises():
-    layer, routing = swiglu_list(3, 4, 2), random_routing(5, 2, 3)
+    layer, routing = swiglu_list(3, 4, 2), draw_routing(5, 2, 3)
     x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
     (grad,) = torch.autograd.grad(layer.fused(x, routing, routing.topk_weights).square().sum(), x, create_graph=True)
     with pytest.raises(DoubleBackward, match="moefx::expert_mlp is differentiable once"):
@@ -310,15 +310,15 @@ def test_a_second_derivative_raises():
 # -- the checkpoint policy -----------------------------------------------------------------------------------
 
 
-def saved_bytes(run: Callable[[], Tensor], parameters: list[Tensor]) -> int:
-    """Bytes of the unique storages that autograd keeps, less the parameters'."""
+def count_saved_bytes(run: Callable[[], Tensor], parameters: list[Tensor]) -> int:
+    """Return the bytes of the unique storages that autograd keeps, without parameters."""
     ignored = {p.untyped_storage().data_ptr() for p in parameters}
     storages: dict[int, tuple[Tensor, int]] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in ignored:
-            storages[storage.data_ptr()] = (tensor, storage.nbytes())  # alive, so that addresses stay unique
+            storages[storage.data_ptr()] = (tensor, storage.nbytes())  # kept alive, so that addresses remain unique
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
@@ -346,7 +346,7 @@ def test_only_the_tensors_of_the_policy_are_kept(keep, stacked, gated, autocast,
     act = ("mul.Tensor", ("silu", "a0"), "a1") if gated else ("square", ("relu", "a0"))
     parts = tuple((g, None, None, 1) for g in range(num_up))
     body = ExpertBody((gemm,) * num_up, parts, act, gemm, ("mul.Tensor", "y", "w"))
-    routing = random_routing(num_tokens, k, num_experts)
+    routing = draw_routing(num_tokens, k, num_experts)
     x = torch.randn(num_tokens, d, dtype=dtype, requires_grad=True)
     topk_weights = torch.rand(num_tokens, k, requires_grad=True)
 
@@ -360,7 +360,7 @@ def test_only_the_tensors_of_the_policy_are_kept(keep, stacked, gated, autocast,
             return out if reduce else dialect.combine(out, None, *index)
 
     kept = {"h": 2 * num_up * k * h, "x": 0, "all": 2 * (num_up + 1) * k * h}[keep]
-    per_token = saved_bytes(run, [*up, *down, topk_weights]) / num_tokens
+    per_token = count_saved_bytes(run, [*up, *down, topk_weights]) / num_tokens
     assert 2 * d + kept < per_token <= 2 * d + kept + 24 * k
     run().sum().backward()
     assert x.grad is not None
@@ -368,7 +368,7 @@ def test_only_the_tensors_of_the_policy_are_kept(keep, stacked, gated, autocast,
 
 
 def test_the_policies_agree_bitwise():
-    layer, routing = swiglu_list(4, 8, 6), random_routing(9, 2, 4)
+    layer, routing = swiglu_list(4, 8, 6), draw_routing(9, 2, 4)
     x, grads = torch.randn(9, 8, dtype=torch.float64, requires_grad=True), []
     for keep in KEEPS:
         out = layer.fused(x, routing, routing.topk_weights, keep)
@@ -378,7 +378,7 @@ def test_the_policies_agree_bitwise():
 
 
 def test_kept_activations_are_freed_with_the_graph():
-    layer, routing = swiglu_list(4, 8, 6), random_routing(9, 2, 4)
+    layer, routing = swiglu_list(4, 8, 6), draw_routing(9, 2, 4)
     x = torch.randn(9, 8, dtype=torch.float64, requires_grad=True)
     rows, *kept = run(layer, routing, x, routing.topk_weights, "all")
     assert [tuple(t.shape) for t in kept] == [(18, 6)] * 3
@@ -397,12 +397,12 @@ def test_kept_activations_are_freed_with_the_graph():
 @pytest.mark.parametrize("reduce", [False, True])
 def test_low_precision_is_as_good_as_torchs(make, dtype, reduce):
     torch.manual_seed(0)
-    layer, routing = make(4, 16, 8), random_routing(12, 2, 4)
+    layer, routing = make(4, 16, 8), draw_routing(12, 2, 4)
     low = make(4, 16, 8, dtype)
-    for mine, exact in zip(low.parameters, layer.parameters, strict=True):
+    for low_parameter, exact in zip(low.parameters, layer.parameters, strict=True):
         with torch.no_grad():
-            mine.copy_(exact)
-            exact.copy_(mine)
+            low_parameter.copy_(exact)
+            exact.copy_(low_parameter)
     x = torch.randn(12, 16).to(dtype).requires_grad_()
     weights = routing.topk_weights.to(dtype).requires_grad_()
     exact_leaves = [
@@ -414,10 +414,10 @@ def test_low_precision_is_as_good_as_torchs(make, dtype, reduce):
     grad = torch.randn(12, 16).to(dtype)
     exact = layer.plain(exact_leaves[0], routing, exact_leaves[1])
     exact_grads = torch.autograd.grad(exact, exact_leaves, grad.double())
-    ours, plain = low.fused(x, routing, weights, reduce=reduce), low.plain(x, routing, weights)
-    assert ours.dtype is dtype
+    fused, plain = low.fused(x, routing, weights, reduce=reduce), low.plain(x, routing, weights)
+    assert fused.dtype is dtype
     values = zip(
-        (ours, *torch.autograd.grad(ours, leaves, grad)),
+        (fused, *torch.autograd.grad(fused, leaves, grad)),
         (plain, *torch.autograd.grad(plain, leaves, grad)),
         (exact, *exact_grads),
         strict=True,
@@ -430,12 +430,12 @@ def test_low_precision_is_as_good_as_torchs(make, dtype, reduce):
 
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
 def test_autocast(make):
-    """float32 everything under autocast: GEMMs in bfloat16 as linear does, gradients in float32."""
-    layer, routing = make(4, 8, 6, torch.float32), random_routing(10, 2, 4)
+    """Run float32 tensors under autocast: GEMMs in bfloat16 like linear, gradients in float32."""
+    layer, routing = make(4, 8, 6, torch.float32), draw_routing(10, 2, 4)
     low = make(4, 8, 6, torch.bfloat16)
-    for mine, exact in zip(low.parameters, layer.parameters, strict=True):
+    for low_parameter, exact in zip(low.parameters, layer.parameters, strict=True):
         with torch.no_grad():
-            mine.copy_(exact)
+            low_parameter.copy_(exact)
     x = torch.randn(10, 8, requires_grad=True)
     weights = routing.topk_weights.float().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
@@ -443,7 +443,7 @@ def test_autocast(make):
         out = layer.fused(x, routing, weights)
     assert hidden.dtype is torch.bfloat16
     low_x = x.detach().bfloat16().requires_grad_()
-    low_rows = run(low, routing, low_x, weights)[0]  # the weights stay float32 in both
+    low_rows = run(low, routing, low_x, weights)[0]  # the weights are float32 in both
     torch.testing.assert_close(rows, low_rows)
     leaves = [x, weights, *layer.parameters]
     grads = torch.autograd.grad(out.float().sum(), leaves)
@@ -456,7 +456,7 @@ def test_autocast(make):
 
 
 def test_mixed_dtypes_are_an_error_outside_autocast():
-    layer, routing = swiglu_list(2, 4, 2, torch.float32), random_routing(4, 2, 2)
+    layer, routing = swiglu_list(2, 4, 2, torch.float32), draw_routing(4, 2, 2)
     with pytest.raises(InvalidInput, match=r"rows are torch.bfloat16, expert parameters are torch.float32"):
         layer.fused(torch.randn(4, 4).bfloat16(), routing, routing.topk_weights)
 
@@ -471,7 +471,7 @@ def test_mixed_dtypes_are_an_error_outside_autocast():
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(change, message):
-    layer, routing = swiglu_list(2, 4, 2), random_routing(4, 2, 2)
+    layer, routing = swiglu_list(2, 4, 2), draw_routing(4, 2, 2)
     token_ids, _, offsets, inverse, row_weights = routing.build()
     up = layer.up[: change.get("up", 4)]
     bias = [torch.zeros(2, 2).double()] * change.get("bias", 0)
@@ -498,8 +498,8 @@ def test_compiles_as_one_graph_for_any_routing_and_size(backend, autocast):
 
     counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
     compiled = torch.compile(f, fullgraph=True, dynamic=True, backend=counter)
-    for num_tokens in (7, 11, 17):  # unlike any other size, or torch would tie them together
-        routing = random_routing(num_tokens, 2, 4, torch.float32)
+    for num_tokens in (7, 11, 17):  # unlike any other size, which torch would equate
+        routing = draw_routing(num_tokens, 2, 4, torch.float32)
         x, weights = torch.randn(num_tokens, 8, requires_grad=True), routing.topk_weights.requires_grad_()
         leaves = [x, weights, *layer.parameters]
         expected, got = f(x, routing.topk_ids, weights), compiled(x, routing.topk_ids, weights)
@@ -512,14 +512,14 @@ def test_compiles_as_one_graph_for_any_routing_and_size(backend, autocast):
 @pytest.mark.parametrize("num_tokens", [0, 1])
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
 def test_zero_tokens_and_one(make, num_tokens):
-    layer, routing = make(3, 4, 2), random_routing(num_tokens, 3, 3)  # K = E
+    layer, routing = make(3, 4, 2), draw_routing(num_tokens, 3, 3)  # K = E
     for keep in KEEPS:
         for reduce, later in itertools.product((False, True), repeat=2):
             check_against_plain(layer, routing, keep, 4, reduce=reduce, later=later)
 
 
 def test_non_contiguous_inputs_and_weights():
-    layer, routing = LAYERS["interleaved_clamped"](3, 4, 2), random_routing(6, 2, 3)
+    layer, routing = LAYERS["interleaved_clamped"](3, 4, 2), draw_routing(6, 2, 3)
     x = torch.randn(6, 4, dtype=torch.float64)
     expected = layer.fused(x, routing, routing.topk_weights)
     layer.up = [layer.up[0].detach().permute(2, 0, 1).contiguous().permute(1, 2, 0)]
@@ -528,7 +528,7 @@ def test_non_contiguous_inputs_and_weights():
 
 
 def test_checkpoint_and_inference_mode():
-    layer, routing = swiglu_list(3, 4, 2), random_routing(6, 2, 3)
+    layer, routing = swiglu_list(3, 4, 2), draw_routing(6, 2, 3)
     x, weights = (
         torch.randn(6, 4, dtype=torch.float64, requires_grad=True),
         routing.topk_weights.requires_grad_(),
@@ -542,7 +542,7 @@ def test_checkpoint_and_inference_mode():
 
 
 def test_fake_outputs_follow_the_policy_and_the_promotion():
-    layer, routing = swiglu_list(3, 4, 2, torch.bfloat16), random_routing(6, 2, 3, torch.float32)
+    layer, routing = swiglu_list(3, 4, 2, torch.bfloat16), draw_routing(6, 2, 3, torch.float32)
     real = {k: run(layer, routing, torch.randn(6, 4).bfloat16(), routing.topk_weights, k) for k in KEEPS}
     layer.up, layer.down = ([p.to("meta") for p in ps] for ps in (layer.up, layer.down))
     routing = Routing(routing.topk_ids.to("meta"), routing.topk_weights.to("meta"), 3)
@@ -587,61 +587,61 @@ def test_the_op_passes_opcheck(make, keep, reduce):
 
 
 class TestWhatIsKeptMayBeOverwritten:
-    """Only by an eager backward whose graph is freed behind it."""
+    """Kept tensors are overwritten only by an eager backward that frees its graph."""
 
     @pytest.fixture
-    def told(self, monkeypatch):
-        """`overwrite` in each backward."""
-        op, told = dialect.expert_mlp_backward, []
+    def calls(self, monkeypatch):
+        """Record the argument `overwrite` of each backward."""
+        op, calls = dialect.expert_mlp_backward, []
         for name, provider in op.providers.items():
 
             def run(*args, _run=provider.run, overwrite=False, **kwargs):
-                told.append(overwrite)
+                calls.append(overwrite)
                 return _run(*args, **kwargs)
 
             monkeypatch.setitem(op.providers, name, dataclasses.replace(provider, run=run))
-        return told
+        return calls
 
     @pytest.fixture
     def loss(self):
-        layer, routing = swiglu_list(3, 4, 2), random_routing(5, 2, 3)
+        layer, routing = swiglu_list(3, 4, 2), draw_routing(5, 2, 3)
         self.leaves = [torch.randn(5, 4, dtype=torch.float64, requires_grad=True), *layer.parameters]
         return lambda keep="h": layer.fused(self.leaves[0], routing, routing.topk_weights, keep).square().sum()
 
-    def test_saved_activations_are_freed_with_the_graph(self, told, loss):
+    def test_saved_activations_are_freed_with_the_graph(self, calls, loss):
         loss().backward()
         torch.autograd.grad(loss("all"), self.leaves)
-        assert told == [True, True]
+        assert calls == [True, True]
 
-    def test_activations_stay_if_the_graph_is_retained(self, told, loss):
+    def test_activations_stay_if_the_graph_is_retained(self, calls, loss):
         out = loss()
         first = torch.autograd.grad(out, self.leaves, retain_graph=True)
         second = torch.autograd.grad(out, self.leaves[:1], create_graph=True)
-        assert told == [False, False]
+        assert calls == [False, False]
         third = torch.autograd.grad(out, self.leaves)
-        assert told == [False, False, True]
+        assert calls == [False, False, True]
         assert all(map(torch.equal, first, third)) and torch.equal(first[0], second[0])
 
-    def test_nothing_is_freed_if_nothing_is_kept(self, told, loss):
+    def test_nothing_is_freed_if_nothing_is_kept(self, calls, loss):
         loss("x").backward()
-        assert told == [False]
+        assert calls == [False]
 
     @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-    def test_compiled_graphs_free_nothing(self, told, loss, backend):
+    def test_compiled_graphs_free_nothing(self, calls, loss, backend):
         torch.compile(loss, backend=backend, fullgraph=True)().backward()
-        assert told == [backend == "eager"]  # where torch itself runs the backward
+        assert calls == [backend == "eager"]  # torch itself runs the backward
 
     @pytest.mark.parametrize("use_reentrant", [False, True])
-    def test_freed_activations_under_checkpointing(self, told, loss, use_reentrant):
+    def test_freed_activations_under_checkpointing(self, calls, loss, use_reentrant):
         wanted = torch.autograd.grad(loss(), self.leaves)
         out = checkpoint(lambda x: loss(), self.leaves[0], use_reentrant=use_reentrant)
         out.backward()
-        assert told == [True, True]
+        assert calls == [True, True]
         for leaf, want in zip(self.leaves, wanted, strict=True):
             assert leaf.grad is not None and torch.equal(leaf.grad, want)
 
     def test_freeing_a_tensor_that_another_op_saved_raises(self, loss):
-        layer, routing = swiglu_list(3, 4, 2), random_routing(5, 2, 3)
+        layer, routing = swiglu_list(3, 4, 2), draw_routing(5, 2, 3)
         x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
         rows, hidden, *_ = run(layer, routing, x, routing.topk_weights)
         other = (hidden * x.sum()).sum()

@@ -1,4 +1,4 @@
-"""Strings from outside become code only if every part of them is allowed."""
+"""Strings of users become code only if every part of them is allowed."""
 
 from __future__ import annotations
 

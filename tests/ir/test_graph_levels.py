@@ -1,4 +1,4 @@
-"""Levels of graphs: effects stay, dead code goes, illegal nodes name the user's line."""
+"""Levels of graphs: effects remain, dead code is removed, illegal nodes name the user's line."""
 
 import operator
 
@@ -8,7 +8,7 @@ from torch.fx import Graph
 from moefx.ir.block_graph import BlockGraph
 from moefx.ir.graph_levels import LEVELS, eliminate_dead_code, find_violations, has_effect
 
-from .graphs import block_graph
+from .graphs import build_block_graph
 
 aten = torch.ops.aten
 
@@ -19,16 +19,16 @@ class Double(torch.autograd.Function):
         return x * 2
 
 
-def nodes():
+def build_nodes():
     g = Graph()
     x = g.placeholder("x")
-    made = {
+    nodes_by_name = {
         "copy": g.call_function(aten.copy_.default, (x, x)),
         "random": g.call_function(aten.rand_like.default, (x,)),
         "module": g.call_module("gate", (x,)),
         "method_": g.call_method("add_", (x, 1)),
         "relu_": g.call_function(torch.relu_, (x,)),
-        "python": g.call_function(nodes, ()),
+        "python": g.call_function(build_nodes, ()),
     }
     pure = {
         "apply": g.call_function(Double.apply, (x,)),
@@ -39,24 +39,24 @@ def nodes():
     }
     pure["item"] = g.call_function(operator.getitem, (pure["add"], 0))
     g.output(x)
-    return g, made, pure
+    return g, nodes_by_name, pure
 
 
 def test_nodes_with_effects_are_known():
-    _, effects, pure = nodes()
+    _, effects, pure = build_nodes()
     assert all(has_effect(node) for node in effects.values())
     assert not any(has_effect(node) for node in pure.values())
 
 
 def test_dead_code_goes_effects_stay():
-    graph, effects, _ = nodes()
+    graph, effects, _ = build_nodes()
     block = eliminate_dead_code(BlockGraph("b", graph))
     assert [n.op for n in block.nodes] == ["placeholder", *(n.op for n in effects.values()), "output"]
     assert len(graph.nodes) > len(block.nodes)
 
 
 def test_violations_show_the_users_line():
-    block = block_graph()
+    block = build_block_graph()
     assert find_violations(block, LEVELS["fused"]) == find_violations(block, LEVELS["lowered"]) == []
     (found,) = find_violations(block, LEVELS["dialect"])
     found.node.meta["source"] = "model.py:7"

@@ -1,4 +1,4 @@
-"""Printed graphs, compared with stored texts."""
+"""Printed graphs equal the golden files."""
 
 import json
 import operator
@@ -12,24 +12,24 @@ from moefx.ir.display_names import format_body
 from moefx.ir.expert_body import ExpertBody, Gemm
 
 from .. import golden
-from .graphs import D, E, block_graph, ops, spec
+from .graphs import D, E, build_block_graph, make_meta, ops
 
 aten = torch.ops.aten
 
 
 def test_a_fused_graph_prints_like_a_listing():
-    graph = block_graph(64).replace(header="after 2/4 fuse   1.9 ms   +4 -11   passes/fuse.py:88")
+    graph = build_block_graph(64).replace(header="after 2/4 fuse   1.9 ms   +4 -11   passes/fuse.py:88")
     golden.check("printer_fused.txt", str(graph))
 
 
 def test_one_op_per_step():
-    golden.check("printer_steps.txt", str(block_graph(256, fused=False)))
+    golden.check("printer_steps.txt", str(build_block_graph(256, fused=False)))
 
 
 def test_stacked_biases_and_drops():
     g = Graph()
     hidden = g.placeholder("hidden_states")
-    hidden.meta.update(spec(("S", "D"), torch.bfloat16))
+    hidden.meta.update(make_meta(("S", "D"), torch.bfloat16))
     size = g.call_function(aten.sym_size.int, (hidden, 0))
     size.meta["letters"] = "S"
     routed = g.call_module("gate", (hidden,))
@@ -100,7 +100,7 @@ def test_names_that_clash_are_numbered():
 
 
 def test_plain_torch():
-    """What is left of the user's own code around the experts."""
+    """Print the ops of the user's code around the experts."""
     g = Graph()
     x = g.placeholder("x")
     weight = g.get_attr("gate.0.weight")

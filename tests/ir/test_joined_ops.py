@@ -28,7 +28,7 @@ T, D, E = 9, 8, 4
 
 
 class Block(nn.Module):
-    """A router and stacked experts."""
+    """Router and stacked experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,8 +37,8 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, chosen = self.gate(x).softmax(-1).topk(2)
-        every = torch.einsum("esh,edh->sed", torch.einsum("sd,ehd->esh", x, self.up).relu(), self.down)
-        rows = every.gather(1, chosen[..., None].expand(*chosen.shape, D))
+        outputs = torch.einsum("esh,edh->sed", torch.einsum("sd,ehd->esh", x, self.up).relu(), self.down)
+        rows = outputs.gather(1, chosen[..., None].expand(*chosen.shape, D))
         return (rows * weights[..., None].to(rows.dtype)).sum(1)
 
 
@@ -49,7 +49,7 @@ def compiled() -> nn.Module:
         return moefx.compile(Block(), (torch.randn(T, D),), plan=moefx.Plan(validation="symbolic"))
 
 
-def joined_ops(model: nn.Module) -> JoinedOps:
+def find_joined_ops(model: nn.Module) -> JoinedOps:
     (forward,) = find_rewritten_blocks(model).values()
     (found,) = [v for v in forward.programs[0].fn.__globals__.values() if isinstance(v, JoinedOps)]
     return found
@@ -72,7 +72,7 @@ def run(model: nn.Module, x: torch.Tensor, one_by_one: bool = False) -> list[tor
 @pytest.mark.parametrize("autocast", (False, True))
 def test_results_equal_those_of_single_ops_bit_by_bit(compiled, autocast):
     x = torch.randn(T, D)
-    assert len(joined_ops(compiled).names) > 1
+    assert len(find_joined_ops(compiled).names) > 1
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         joined, single = run(compiled, x), run(compiled, x, one_by_one=True)
     assert all(map(torch.equal, joined, single)), [(a - b).abs().max() for a, b in zip(joined, single, strict=True)]
@@ -93,7 +93,9 @@ def test_modes_see_the_single_ops(compiled):
     seen: list[str] = []
     with Names():
         compiled(torch.randn(T, D))
-    assert [f"moefx::{name}" for name in joined_ops(compiled).names] == [s for s in seen if s.startswith("moefx::")]
+    assert [f"moefx::{name}" for name in find_joined_ops(compiled).names] == [
+        s for s in seen if s.startswith("moefx::")
+    ]
 
 
 def test_a_second_derivative_raises_and_a_graph_of_the_first_does_not(compiled):
@@ -131,7 +133,7 @@ def test_a_default_device_is_no_mode_that_looks_at_ops(compiled):
 
 
 def test_unused_results_have_no_number_of_another(compiled):
-    """`build_pft` gives five results, of which the last one needs a gradient and is not used; `dispatch` follows."""
+    """Number results of `build_pft` without its last one, which needs a gradient and is unused, before `dispatch`."""
     graph = fx.Graph()
     ids, weights, x = map(graph.placeholder, ("ids", "weights", "x"))
     pft = graph.call_function(torch.ops.moefx.build_pft.default, (ids, weights, None), {"num_experts": E})
@@ -183,7 +185,7 @@ def test_frozen_experts_and_frozen_inputs(compiled):
 
 
 def put_off_matrices(compiled) -> BlockGraph:
-    """Return the graph with `weights_later`, which is joined apart, because an op of the user stands behind it."""
+    """Return the graph with `weights_later`, which is joined separately, because an op of the user follows it."""
     (forward,) = find_rewritten_blocks(compiled).values()
     block = forward.programs[0].history.graph.copy()
     (mlp,) = block.find(torch.ops.moefx.expert_mlp.default)
@@ -191,7 +193,7 @@ def put_off_matrices(compiled) -> BlockGraph:
     with block.graph.inserting_before(mlp):
         later = block.graph.call_function(torch.ops.moefx.weights_later.default, (mlp.args[5], mlp.args[7]))
         block.graph.call_function(torch.ops.aten.relu.default, (mlp.args[0],))
-        place_choices = torch.ops.moefx.place_choices.default  # unused: one op alone is not joined
+        place_choices = torch.ops.moefx.place_choices.default  # unused: a single op is not joined
         block.graph.call_function(place_choices, (pft.args[0], None), {"places": list(range(E))})
     mlp.args = (*mlp.args, later)
     return block
@@ -214,7 +216,7 @@ def test_gradients_of_matrices_wait_in_another_joined_node(compiled):
 
 @pytest.mark.parametrize("join", [True, False])
 def test_factors_of_matrices_that_are_not_wanted_are_freed_with_the_graph(compiled, monkeypatch, join):
-    """The node of `weights_later` does not run, and must not make a circle that waits for the garbage collector."""
+    """Free the factors although the node of `weights_later` does not run, without the garbage collector."""
     factors = []
     backward = registry["expert_mlp_backward"]
     monkeypatch.setattr(backward, "observe", lambda outputs: factors.extend(map(weakref.ref, outputs)))

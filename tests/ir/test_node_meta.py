@@ -10,11 +10,11 @@ from moefx.ir.node_meta import BlockMeta, CachedMeta, CaptureMeta, FlatGraphMeta
 
 PACKAGE = Path(__file__).parents[2] / "moefx"
 DECLARED = {key for kind in (BlockMeta, CachedMeta, CaptureMeta, FlatGraphMeta) for key in kind.__annotations__}
-_CALLS = {"fold_ancestors": 1, "_depends": 1, "_mark": 1}  # functions that write a key: the position of the key
+_CALLS = {"fold_ancestors": 1, "_depends": 1, "_mark": 1}  # functions that write a key, and its position
 
 
 def find_keys(tree: ast.AST) -> Iterator[str]:
-    """Yield the constant keys by which code reads or writes a `meta`."""
+    """Yield the constant keys that code reads or writes in a `meta`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Subscript) and _is_meta(node.value):
             yield from _read_texts(node.slice)

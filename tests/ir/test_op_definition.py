@@ -1,4 +1,4 @@
-"""Definitions of ops: contracts of shapes, gradients, and the choice of the provider."""
+"""Definitions of ops: contracts of shapes, gradients, and selection of the provider."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moefx.ir.ops.op_definition import Contract, op, registry
 
 @op("test_scale(Tensor x, Tensor[] w, *, float by=2.0) -> Tensor[]", contract="x[S,D], w[*] -> out[S,D]")
 def scale(x: Tensor, w: list[Tensor], *, by: float = 2.0) -> list[Tensor]:
-    """x * by + sum of w, and an extra output that has no gradient."""
+    """Return x * by + sum of w, and an extra output without a gradient."""
     return [x * by + sum(w), torch.ones_like(x)]
 
 
@@ -172,7 +172,7 @@ print(*(set(sys.modules) - before))
 
 def test_importing_the_dialect_is_light():
     seconds, modules = [], ""
-    for _ in range(3):  # the best of three: the machine may be busy
+    for _ in range(3):  # the fastest of three: the machine may be busy
         start = time.perf_counter()
         out = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True).stdout
         first, modules = out.strip().split("\n")
@@ -189,7 +189,7 @@ def test_dynamo_does_not_trace_ops_after_a_graph_break():
     ids = torch.randint(3, (8, 2))
 
     def shuffled(num_rows: torch.Tensor) -> torch.Tensor:
-        return 1 + dialect.build_pft(ids, None, None, num_experts=3, num_rows=num_rows)[0]  # its length is not known
+        return 1 + dialect.build_pft(ids, None, None, num_experts=3, num_rows=num_rows)[0]  # its length is unknown
 
     torch._dynamo.reset()
     convert_frame.input_codes.seen.clear()

@@ -1,4 +1,4 @@
-"""Pointwise expressions: evaluation, text, result dtypes, and derivatives as autograd has them."""
+"""Pointwise expressions: evaluation, text, result dtypes, and derivatives equal to autograd."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_result_dtype_is_torchs_promotion():
     assert infer_dtype(HALF_OUT, dtypes) is torch.bfloat16
 
 
-# Any pointwise op that torch can differentiate; log_sigmoid has two outputs, where and prelu several tensors.
+# Pointwise ops that torch can differentiate; log_sigmoid has two outputs, where and prelu several tensors.
 EXPRESSIONS = [
     SWIGLU,
     CLAMPED,
@@ -147,7 +147,7 @@ EXPRESSIONS = [
 ]
 
 
-def _autograd(expr, env: dict[str, Tensor], grad: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def _differentiate(expr, env: dict[str, Tensor], grad: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     leaves = {n: t.clone().requires_grad_() for n, t in env.items()}
     out = evaluate(expr, leaves)
     names = list_variables(expr)
@@ -160,7 +160,7 @@ def test_vjp_is_autograds(expr, rows):
     torch.manual_seed(0)
     env = {n: torch.randn(rows, 1 if n == "w" else 4, dtype=torch.float64) for n in list_variables(expr)}
     grad = torch.randn(rows, 4, dtype=torch.float64)
-    expected, expected_grads = _autograd(expr, env, grad)
+    expected, expected_grads = _differentiate(expr, env, grad)
     value, grads = vjp(expr, env, grad, list(env))
     assert value is not None
     torch.testing.assert_close(value, expected)
@@ -175,7 +175,7 @@ def test_vjp_is_autograds(expr, rows):
 def test_vjp_of_mixed_dtypes_gives_each_variable_its_own():
     env = {"y": torch.randn(5, 4).bfloat16(), "w": torch.rand(5, 1)}
     grad = torch.randn(5, 4).bfloat16()
-    expected, expected_grads = _autograd(HALF_OUT, env, grad)
+    expected, expected_grads = _differentiate(HALF_OUT, env, grad)
     value, grads = vjp(HALF_OUT, env, grad, ["y", "w"])
     assert value is not None
     assert torch.equal(value, expected)
@@ -186,7 +186,7 @@ def test_vjp_of_mixed_dtypes_gives_each_variable_its_own():
 
 def test_vjp_runs_with_autograd_off():
     env = {"a0": torch.randn(3, 2), "a1": torch.randn(3, 2)}
-    expected = _autograd(("mul", ("tanh", "a0"), "a1"), env, torch.ones(3, 2))
+    expected = _differentiate(("mul", ("tanh", "a0"), "a1"), env, torch.ones(3, 2))
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch._C._AutoDispatchBelowAutograd():
         value, grads = vjp(("mul", ("tanh", "a0"), "a1"), env, torch.ones(3, 2), ["a0", "a1"])
     torch.testing.assert_close(value, expected[0])
@@ -194,7 +194,7 @@ def test_vjp_runs_with_autograd_off():
 
 
 def test_sizes_inside_a_derivative_are_those_of_the_call():
-    # No pointwise op of today has a derivative with sizes, so a sum stands in for one: it expands to the traced size.
+    # No current pointwise op has a derivative with sizes. A sum replaces it: its derivative expands to the traced size.
     def function(a0, a1):
         return a0 * a1.sum(1, keepdim=True)
 
