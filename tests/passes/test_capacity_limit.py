@@ -15,7 +15,7 @@ from ..blocks import D, Dropping, E, Gated, Loop
 
 
 class Kept(Loop):
-    """Only the choices that are kept."""
+    """Reference that runs only kept slots."""
 
     def kept(self, x, w, ids, factor, drop):
         capacity = math.ceil(factor * ids.numel() / len(self.experts))

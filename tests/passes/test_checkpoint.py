@@ -76,7 +76,7 @@ class Stacked(Loop):
         return F.linear(F.silu(gate) * up, self.down[number])
 
 
-# how many up-projections of H columns, and the block
+# number of up-projections with H columns, and the block
 BLOCKS: dict[str, tuple[int, Callable[[], nn.Module]]] = {
     "gated": (2, lambda: Loop(Gated)),
     "gated stacked": (2, Stacked),
@@ -93,8 +93,10 @@ class Model(nn.Module):
         return self.block(self.inp(x))
 
 
-def bytes_a_token(model: Model, run: Callable[[], Tensor]) -> float:
-    """Bytes of the distinct storages that autograd keeps while the block runs, less parameters and the router's own."""
+def count_bytes_per_token(model: Model, run: Callable[[], Tensor]) -> float:
+    """Count the bytes of distinct storages that autograd keeps for the block, without parameters and the router's
+    tensors.
+    """
     ignored = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, Tensor] = {}
     inside: list[str] = []
@@ -122,7 +124,7 @@ def build(kind: str, dtype: torch.dtype) -> Model:
     return Model(BLOCKS[kind][1]()).to(dtype)
 
 
-def expected(kind: str, keep: str) -> int:
+def predict_bytes(kind: str, keep: str) -> int:
     columns = {"h": BLOCKS[kind][0], "auto": BLOCKS[kind][0], "x": 0, "all": BLOCKS[kind][0] + 1}[keep]
     return 2 * D + 2 * columns * K * H
 
@@ -137,7 +139,7 @@ def expected(kind: str, keep: str) -> int:
 def test_the_policy_keeps_the_predicted_bytes_a_token(kind, keep, autocast):
     dtype = torch.float32 if autocast else torch.bfloat16
     x = torch.randn(S, D, dtype=dtype)
-    plan = moefx.Plan(checkpoint=keep, validation="symbolic")  # the numbers have a test of their own
+    plan = moefx.Plan(checkpoint=keep, validation="symbolic")  # another test checks the numbers
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         compiled = moefx.compile(build(kind, dtype), example_inputs=(x,), plan=plan)
 
@@ -145,8 +147,8 @@ def test_the_policy_keeps_the_predicted_bytes_a_token(kind, keep, autocast):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             return compiled(x)
 
-    run()  # a program for autocast is made at its first call
-    found, wanted = bytes_a_token(compiled, run), expected(kind, keep)
+    run()  # the first call builds the program for autocast
+    found, wanted = count_bytes_per_token(compiled, run), predict_bytes(kind, keep)
     assert wanted <= found <= wanted + 24 * K, f"{found} bytes a token, {wanted} without metadata"
     (block,) = moefx.blocks(compiled)
     assert block.fallbacks == 0 and block.forward.counts.rewritten == 2
@@ -160,14 +162,14 @@ def test_inference_keeps_nothing(kind):
     x = torch.randn(S, D)
     compiled = moefx.compile(build(kind, torch.float32), example_inputs=(x,))
     with torch.no_grad():
-        assert bytes_a_token(compiled, lambda: compiled(x)) == 0
+        assert count_bytes_per_token(compiled, lambda: compiled(x)) == 0
 
 
 def test_the_original_keeps_more():
-    """What the comparison is worth: the plain loop keeps copies of tokens and every intermediate."""
+    """Show that the plain loop keeps copies of tokens and all intermediates."""
     model = build("gated", torch.bfloat16)
     x = torch.randn(S, D, dtype=torch.bfloat16)
-    assert bytes_a_token(model, lambda: model(x)) > 2 * expected("gated", "h")
+    assert count_bytes_per_token(model, lambda: model(x)) > 2 * predict_bytes("gated", "h")
 
 
 @pytest.mark.sampled(3)
@@ -190,4 +192,4 @@ def test_the_policy_is_printed_and_reported():
         compiled = moefx.compile(build("gated", torch.bfloat16), example_inputs=(x,), plan=plan)
         assert f'keep="{printed}"' in str(moefx.graph(compiled, "block"))
         kept = moefx.explain(compiled).matched[0].saved_after
-        assert expected("gated", keep) <= kept <= expected("gated", keep) + 24 * K
+        assert predict_bytes("gated", keep) <= kept <= predict_bytes("gated", keep) + 24 * K

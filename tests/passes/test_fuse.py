@@ -1,4 +1,4 @@
-"""Fusing: the fused body, or the reason why an expert is not fused."""
+"""Fusing returns the fused body, or the reason why an expert is not fused."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from ..blocks import D, E, Gated, H, Loop, Mlp, Stacked, WithBias, rewritten
 ops = torch.ops.moefx
 
 
-def body_of(block: nn.Module, **tolerance: float) -> ExpertBody:
+def fuse_body(block: nn.Module, **tolerance: float) -> ExpertBody:
     graph = rewritten(block).graph
     (mlp,) = graph.find(ops.expert_mlp.default)
-    agrees(block, graph, **tolerance)
+    check_equal(block, graph, **tolerance)
     return ExpertBody.from_json(mlp.kwargs["body"])
 
 
-def unfused(block: nn.Module) -> str:
+def explain_unfused(block: nn.Module) -> str:
     graph = rewritten(block).graph
     assert not graph.find(ops.expert_mlp.default)
-    agrees(block, graph)
+    check_equal(block, graph)
     (combine,) = graph.find(ops.combine.default)
     return combine.meta["unfused"]
 
 
-def agrees(block: nn.Module, graph, **tolerance: float) -> None:
-    """The rewritten block computes what the original does, with the same gradients."""
+def check_equal(block: nn.Module, graph, **tolerance: float) -> None:
+    """Check that outputs and gradients of the rewritten block equal the original."""
     block = block.double()
     x = torch.randn(9, D, dtype=torch.float64, requires_grad=True)
     wanted, found = block(x), graph.compile()(block, x)
@@ -51,27 +51,27 @@ def agrees(block: nn.Module, graph, **tolerance: float) -> None:
 
 class TestBodies:
     def test_gate_and_up_of_separate_experts_are_two_products(self):
-        body = body_of(Loop(Gated))
+        body = fuse_body(Loop(Gated))
         assert len(body.up) == 2 and body.parts == ((0, None, None, 1), (1, None, None, 1))
         assert body.pretty() == "silu(g)*u | y*w" and body.up[0].num == E and body.up[0].transposed
 
     def test_biases_of_all_products_are_fused(self):
-        body = body_of(Loop(lambda: Gated(bias=True)))
+        body = fuse_body(Loop(lambda: Gated(bias=True)))
         assert all(g.bias for g in (*body.up, body.down))
 
     def test_an_expert_without_a_gate_has_one_product(self):
-        body = body_of(Loop(lambda: Mlp(F.relu)))
+        body = fuse_body(Loop(lambda: Mlp(F.relu)))
         assert body.pretty() == "relu(h) | y*w" and len(body.up) == 1
 
     def test_keyword_arguments_of_the_activation_are_kept(self):
-        assert "tanh" in body_of(Loop(lambda: Mlp(lambda x: F.gelu(x, approximate="tanh")))).pretty()
+        assert "tanh" in fuse_body(Loop(lambda: Mlp(lambda x: F.gelu(x, approximate="tanh")))).pretty()
 
     def test_concatenated_gate_and_up_are_one_product(self):
         def experts(self, x):
             gate, up = torch.bmm(x, self.gate_up).chunk(2, -1)
             return torch.bmm(F.silu(gate) * up, self.down)
 
-        body = body_of(Stacked(experts, gate_up=(D, 2 * H), down=(H, D)))
+        body = fuse_body(Stacked(experts, gate_up=(D, 2 * H), down=(H, D)))
         assert len(body.up) == 1 and body.up[0].num == 1 and not body.up[0].transposed
         assert sorted((p[1] or 0, p[3]) for p in body.parts) == [(0, 1), (H, 1)]
 
@@ -80,7 +80,7 @@ class TestBodies:
             h = torch.bmm(x, self.gate_up)
             return torch.bmm(F.silu(h[..., ::2]) * (h[..., 1::2] + 1), self.down)
 
-        body = body_of(Stacked(experts, gate_up=(D, 2 * H), down=(H, D)))
+        body = fuse_body(Stacked(experts, gate_up=(D, 2 * H), down=(H, D)))
         assert sorted((p[1] or 0, p[3]) for p in body.parts) == [(0, 2), (1, 2)]
 
     def test_biases_of_stacked_experts_are_fused(self):
@@ -88,7 +88,7 @@ class TestBodies:
             h = torch.baddbmm(self.b1[:, None], x, self.w1)
             return torch.baddbmm(self.b2[:, None], h.clamp(max=7.0).relu(), self.w2)
 
-        body = body_of(Stacked(experts, w1=(D, H), b1=(H,), w2=(H, D), b2=(D,)))
+        body = fuse_body(Stacked(experts, w1=(D, H), b1=(H,), w2=(H, D), b2=(D,)))
         assert body.up[0].bias and body.down.bias and "clamp" in body.pretty()
 
     def test_a_weight_before_the_experts_moves_into_the_body(self):
@@ -96,7 +96,7 @@ class TestBodies:
             def expert(self, e, x, w):
                 return self.experts[e](x * w)
 
-        body = body_of(Before(Gated))
+        body = fuse_body(Before(Gated))
         assert body.out == "y" and "w" in body.pretty() and body.uses_row_weight
 
     def test_a_weight_inside_of_the_experts_stays_in_the_body(self):
@@ -105,7 +105,7 @@ class TestBodies:
                 expert = self.experts[e]
                 return expert.down(F.silu(expert.gate(x)) * expert.up(x) * w)
 
-        body = body_of(Inside(Gated))
+        body = fuse_body(Inside(Gated))
         assert body.out == "y" and "w" in body.pretty()
 
     @pytest.mark.parametrize("before", [False, True])
@@ -121,7 +121,7 @@ class TestBodies:
                     out = out.index_add(0, t, y)
                 return out
 
-        body = body_of(Cast(Gated), rtol=1e-5, atol=1e-5)  # a part of it is in float32
+        body = fuse_body(Cast(Gated), rtol=1e-5, atol=1e-5)  # partly in float32
         assert "exp(w" in body.pretty() and (body.out == "y") is before
 
     def test_experts_without_weights_use_none(self):
@@ -129,19 +129,19 @@ class TestBodies:
             def expert(self, e, x, w):
                 return self.experts[e](x)
 
-        assert not body_of(Hard(Gated)).uses_row_weight
+        assert not fuse_body(Hard(Gated)).uses_row_weight
 
 
 class TestUnfused:
     def test_an_expert_of_one_matrix_is_not_fused(self):
-        assert unfused(Loop(lambda: nn.Linear(D, D))) == "dispatch is not pointwise"
+        assert explain_unfused(Loop(lambda: nn.Linear(D, D))) == "dispatch is not pointwise"
 
     def test_a_norm_between_the_products_is_not_fused(self):
         class Normed(Mlp):
             def forward(self, x):
                 return self.down(F.layer_norm(self.up(x), (H,)))
 
-        assert "is not pointwise" in unfused(Loop(Normed))
+        assert "is not pointwise" in explain_unfused(Loop(Normed))
 
     def test_a_reduction_of_hidden_units_is_not_fused(self):
         class Reduced(Mlp):
@@ -149,14 +149,14 @@ class TestUnfused:
                 h = self.up(x)
                 return self.down(h * h.max(-1).values[:, None])
 
-        assert unfused(Loop(Reduced)) == "max is not pointwise"
+        assert explain_unfused(Loop(Reduced)) == "max is not pointwise"
 
     def test_a_softmax_after_the_last_product_is_not_fused(self):
         class After(Mlp):
             def forward(self, x):
                 return self.down(self.up(x).relu()).softmax(-1)
 
-        assert "stands after the last matrix product" in unfused(Loop(After))
+        assert "stands after the last matrix product" in explain_unfused(Loop(After))
 
     def test_an_expert_of_three_matrices_is_not_fused(self):
         class Deep(Mlp):
@@ -167,17 +167,17 @@ class TestUnfused:
             def forward(self, x):
                 return self.down(self.mid(self.up(x).relu()).relu())
 
-        assert "stands between the gather and the up-projection" in unfused(Loop(Deep))
+        assert "stands between the gather and the up-projection" in explain_unfused(Loop(Deep))
 
     def test_biased_product_of_a_scaled_input(self):
         class Before(Loop):
             def expert(self, e, x, w):
                 return self.experts[e](x * w)
 
-        assert unfused(Before(Mlp)) == "the routing weight scales the input of a biased product"
+        assert explain_unfused(Before(Mlp)) == "the routing weight scales the input of a biased product"
 
     def test_products_of_two_dtypes(self):
-        """The tokens are cast before they are gathered, in what is fused only."""
+        """Cast the tokens before the gather in the fused op only."""
 
         class Halves(Loop):
             def expert(self, e, x, w):
@@ -194,7 +194,7 @@ class TestUnfused:
             def forward(self, x):
                 return self.down(F.silu(self.gate(x)).detach() * self.up(x))
 
-        assert unfused(Loop(Detached)) == "a part of the experts is detached from the gradient"
+        assert explain_unfused(Loop(Detached)) == "a part of the experts is detached from the gradient"
 
 
 @pytest.mark.parametrize("stacked", [False, True])
@@ -218,7 +218,7 @@ def test_autocast_keeps_the_parameters_themselves(stacked):
 
 
 class TestBiasInAnotherDtype:
-    """Promotion adds it in another dtype than that of the product: so does the op, without rounding the sum."""
+    """Biases in another dtype promote the sum: so does the op, without rounding it."""
 
     @pytest.mark.sampled(2)
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -266,14 +266,14 @@ class TestBiasInAnotherDtype:
 
 
 class TestReduce:
-    """Sums of the rows of each token are part of the op where nothing else reads the rows."""
+    """The op sums the rows of each token if nothing else reads the rows."""
 
     def test_rows_that_are_only_summed_are_reduced(self):
         block = Loop(Gated)
         graph = rewritten(block).graph
         (mlp,) = graph.find(ops.expert_mlp.default)
         assert mlp.kwargs["reduce"] and not graph.find(ops.combine.default)
-        agrees(block, graph)
+        check_equal(block, graph)
 
     def test_rows_that_are_weighted_later_are_kept(self):
         block, graph = self.plain()

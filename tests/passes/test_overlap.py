@@ -1,4 +1,4 @@
-"""Nodes that are independent of rows in transit run before the wait."""
+"""Nodes that do not depend on rows in transit run before the wait."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ ops, aten = torch.ops.moefx, torch.ops.aten
 _ = dialect
 
 
-def block(*, in_place: bool) -> BlockGraph:
+def build_block(*, in_place: bool) -> BlockGraph:
     graph = fx.Graph()
     x, y = graph.placeholder("x"), graph.placeholder("y")
     rows = graph.call_function(ops.wait_sums.default, (x,) * 7, {"group": ""})
     changed = graph.call_function(aten.mul_.Tensor if in_place else aten.mul.Tensor, (rows, y))
     shared = graph.create_node("call_module", "shared", (y,))
-    more = graph.call_function(aten.neg.default, (shared,))
-    graph.output(graph.call_function(aten.add.Tensor, (changed, more)))
+    independent = graph.call_function(aten.neg.default, (shared,))
+    graph.output(graph.call_function(aten.add.Tensor, (changed, independent)))
     return BlockGraph("", graph, Binding(()), None)
 
 
-def names(block: BlockGraph) -> list[str]:
+def list_names(block: BlockGraph) -> list[str]:
     return [str(n.target) for n in block.graph.nodes if n.op.startswith("call")]
 
 
 def test_independent_nodes_move_before_the_wait_in_their_order():
-    moved = names(overlap_exchanges(block(in_place=False), None))
+    moved = list_names(overlap_exchanges(build_block(in_place=False), None))
     assert moved == ["shared", "aten.neg.default", "moefx.wait_sums.default", "aten.mul.Tensor", "aten.add.Tensor"]
 
 
 def test_nothing_moves_over_an_effect():
-    before = block(in_place=True)
-    assert names(overlap_exchanges(before, None)) == names(before)
+    before = build_block(in_place=True)
+    assert list_names(overlap_exchanges(before, None)) == list_names(before)
 
 
 def test_waits_are_in_the_order_of_their_starts():
-    """Of two chunks: the experts on the first one run while the second is on its way."""
+    """Run the experts on the first of two chunks while the second one travels."""
     graph = fx.Graph()
     x, plan = graph.placeholder("x"), graph.placeholder("plan")
     sums = []
@@ -68,7 +68,7 @@ def test_waits_are_in_the_order_of_their_starts():
 
 
 def test_weight_gradients_are_deferred_to_the_first_hop():
-    """Over nodes and in them: while the gradients go back over the nodes, which takes longest."""
+    """Defer gradients of weights to the exchange between nodes, which takes longest."""
     graph = fx.Graph()
     x, plan = graph.placeholder("x"), graph.placeholder("plan")
     rows = x

@@ -1,4 +1,4 @@
-"""The pass manager: snapshots, checks of each result, and passes that break a rule."""
+"""Pass manager: snapshots, checks of each result, and passes that break a rule."""
 
 import functools
 import operator
@@ -17,12 +17,12 @@ from moefx.ir.block_graph import BlockGraph
 from moefx.passes.pass_manager import PassError, PassManager, find_pass_location, get_pass_name, graph_pass
 
 from ..blocks import Loop, Mlp
-from ..ir.graphs import Block, D, S, block_graph, ops
+from ..ir.graphs import Block, D, S, build_block_graph, ops
 
 aten = torch.ops.aten
 
 
-def small(fake: bool = False) -> BlockGraph:
+def build_small(fake: bool = False) -> BlockGraph:
     g = Graph()
     x = g.placeholder("x")
     if fake:
@@ -56,7 +56,7 @@ def nothing(block, plan):
 def run(passes, graph=None, plan=None, **options):
     options = {"level": "captured", **options}
     manager = PassManager(options.pop("block", None))
-    return manager.run(graph or small(), passes, plan or Plan(), **options)
+    return manager.run(graph or build_small(), passes, plan or Plan(), **options)
 
 
 def test_a_history_has_a_snapshot_for_each_pass():
@@ -97,8 +97,8 @@ def test_rules_of_the_package_are_relative_to_it():
 def test_disabled_passes_are_left_out():
     history = run([nothing, gelu], plan=Plan(disable=("gelu",)))
     assert history.passes == ("capture", "nothing") and history[1].total == 2
-    more = PassManager().extend(history, [nothing, gelu], Plan(disable=("nothing",)), level="captured")
-    assert more.passes == ("capture", "nothing", "gelu") and more[2].total == 3
+    extended = PassManager().extend(history, [nothing, gelu], Plan(disable=("nothing",)), level="captured")
+    assert extended.passes == ("capture", "nothing", "gelu") and extended[2].total == 3
 
 
 def test_a_pass_must_not_change_its_input():
@@ -135,20 +135,20 @@ def test_malformed_graphs_dead_code_and_python_functions_are_bugs():
 
 
 def test_the_spec_of_the_level_is_checked():
-    assert len(run([], block_graph(), level="fused")) == 1
+    assert len(run([], build_block_graph(), level="fused")) == 1
     with pytest.raises(PassError, match=r"moefx::expert_mlp does not exist at level 'dialect'"):
-        run([], block_graph(), level="dialect")
+        run([], build_block_graph(), level="dialect")
 
     @graph_pass(level="dialect")
     def lowers(block, plan):
         return block
 
     with pytest.raises(PassError, match=r"pass lowers: not a legal graph of level 'dialect'"):
-        run([lowers], block_graph(), level="fused")
+        run([lowers], build_block_graph(), level="fused")
 
 
 def test_fakes_are_propagated_into_new_nodes():
-    history = run([gelu], small(fake=True))
+    history = run([gelu], build_small(fake=True))
     node = history.graph.find("aten::gelu")[0]
     assert node.meta["val"].shape == (S, D)
     assert "f32[10,8]" in str(history.graph)
@@ -167,7 +167,7 @@ def test_passes_may_use_parameters_of_the_block():
     def unfused(block, plan):
         return block
 
-    graph = run([gelu, nothing], small(fake=True)).graph
+    graph = run([gelu, nothing], build_small(fake=True)).graph
     graph.find("aten::gelu")[0].target = aten.relu.default
     history = run([project], graph, block=Block())
     assert history.graph.find("linear")[0].meta["val"].shape == (S, 6)
@@ -184,10 +184,10 @@ def test_a_node_that_fails_or_has_another_shape_is_a_bug():
         return replace_relu(block, aten.nonzero.default)
 
     with pytest.raises(PassError, match=r"pass breaks: .*view.* cannot run"):
-        run([breaks], small(fake=True))
+        run([breaks], build_small(fake=True))
     with pytest.raises(PassError, match=r"pass lies: .*declared as .*'3'.* computes .*'8'"):
-        run([lies], small(fake=True))
-    history = run([data_dependent], small(fake=True))
+        run([lies], build_small(fake=True))
+    history = run([data_dependent], build_small(fake=True))
     assert history.graph.find("aten::nonzero")
 
 
@@ -206,13 +206,13 @@ def test_unpacked_results_and_parameters_are_not_counted():
 def test_dialect_graphs_run_at_every_level():
     torch.manual_seed(0)
     block, x = Block(), torch.randn(6, D)
-    history = run([nothing], block_graph(fused=False), level="dialect")
+    history = run([nothing], build_block_graph(fused=False), level="dialect")
     torch.testing.assert_close(history.graph.compile()(block, x), block(x))
     assert history.graph.find(ops.dispatch.default)
 
 
 class TestPassBehindCheckpoint:
-    """A pass that a user adds behind `checkpoint`, with a name of its own."""
+    """Pass that a user adds after `checkpoint`, with its own name."""
 
     @pytest.fixture(autouse=True)
     def passes(self, monkeypatch):

@@ -1,4 +1,4 @@
-"""The rewritten graph: the dialect around the user's own parts, with effects and kept modules."""
+"""Rewritten graphs: the dialect around the user's own parts, with effects and kept modules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..blocks import D, E, Loop, Mlp, rewritten
 ops = torch.ops.moefx
 
 
-def kept_modules(result) -> set[str]:
+def list_kept_modules(result) -> set[str]:
     return {n.target for n in result.graph.graph.nodes if n.op == "call_module"}
 
 
@@ -23,7 +23,7 @@ def test_ops_and_absorbed_parameters():
     for op in (ops.build_pft, ops.expert_mlp):
         assert len(result.graph.find(op.default)) == 1
     assert len(result.rewritten.absorbed) == 4 * E
-    assert kept_modules(result) == {"gate"}
+    assert list_kept_modules(result) == {"gate"}
 
 
 def test_buffer_updates_and_several_outputs_stay():
@@ -79,7 +79,7 @@ def test_experts_are_added_to_another_modules_output(base):
             return out
 
     block = Added()
-    assert kept_modules(rewritten(block)) == {"gate", "shared"}
+    assert list_kept_modules(rewritten(block)) == {"gate", "shared"}
     x = torch.randn(9, D)
     torch.testing.assert_close(moefx.compile(block, example_inputs=(x,))(x), block(x))
 
@@ -93,7 +93,7 @@ def test_shared_expert_stays_a_call():
         def forward(self, x):
             return super().forward(x) + self.shared(x)
 
-    assert kept_modules(rewritten(Shared())) == {"gate", "shared"}
+    assert list_kept_modules(rewritten(Shared())) == {"gate", "shared"}
 
 
 def test_random_experts_are_refused():
@@ -102,7 +102,7 @@ def test_random_experts_are_refused():
 
 
 class DividesByItsChoice(Loop):
-    """Drops choices, and divides by a value of each."""
+    """Drop slots, and divide by a value of each slot."""
 
     def forward(self, x):
         scores = self.gate(x)
@@ -129,7 +129,7 @@ def test_rows_that_are_dropped_do_not_reach_the_gradients_of_choices():
 
 
 class LoadIfUneven(Loop):
-    """Returns the load of experts where that is uneven, and nothing else."""
+    """Return the load of experts if it is uneven, else None."""
 
     def forward(self, x):
         _, ids = self.route(x)

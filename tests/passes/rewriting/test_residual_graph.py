@@ -1,4 +1,4 @@
-"""The user's own code around the experts: sizes, constants, and refusals, through `compile`."""
+"""The user's code around the experts: sizes, constants, and refusals."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from moefx.errors import Refused
 from ...blocks import D, E, Loop, rewritten
 
 
-def same(block: nn.Module, *shapes: tuple[int, ...]) -> None:
-    """Compiled once, equal to the original at every size, and never the original itself."""
+def check_sizes(block: nn.Module, *shapes: tuple[int, ...]) -> None:
+    """Check that one program equals the original at every size, and that the original never runs."""
     torch.manual_seed(0)
     model = nn.Sequential(block).double()
     compiled = moefx.compile(model, example_inputs=(torch.randn(shapes[0], dtype=torch.float64),))
@@ -28,7 +28,7 @@ def same(block: nn.Module, *shapes: tuple[int, ...]) -> None:
 
 
 class Averaged(Loop):
-    """Numbers that follow from the size in several ways."""
+    """Compute numbers from the size in several ways."""
 
     def forward(self, x):
         n = x.shape[0]
@@ -38,7 +38,7 @@ class Averaged(Loop):
 
 
 class Sequences(Loop):
-    """Batch and sequence apart; a result of each, and Python numbers beside the tensors."""
+    """Split batch and sequence, and return a result for each, and Python numbers."""
 
     def forward(self, x):
         batch, length, dim = x.shape
@@ -50,7 +50,7 @@ class Sequences(Loop):
 
 
 class Constants(Loop):
-    """Tensors that are made in forward from Python numbers."""
+    """Create tensors from Python numbers in forward."""
 
     def forward(self, x):
         tilt = torch.tensor([0.5, -0.25, 0.125, 1.0, 2.0, -1.0], dtype=x.dtype)
@@ -58,19 +58,19 @@ class Constants(Loop):
 
 
 def test_numbers_computed_from_the_size():
-    same(Averaged(), *((n, D) for n in (5, 1, 12, 31)))
+    check_sizes(Averaged(), *((n, D) for n in (5, 1, 12, 31)))
 
 
 def test_several_results_and_python_numbers():
-    same(Sequences(), (2, 5, D), (1, 1, D), (3, 4, D), (5, 7, D))
+    check_sizes(Sequences(), (2, 5, D), (1, 1, D), (3, 4, D), (5, 7, D))
 
 
 def test_tensors_that_a_forward_makes_are_in_the_residual():
-    same(Constants(), *((n, D) for n in (5, 1, 12)))
+    check_sizes(Constants(), *((n, D) for n in (5, 1, 12)))
 
 
 class Lists(Loop):
-    """As many values outside of the experts as experts were hit."""
+    """Compute one value outside the experts per selected expert."""
 
     def forward(self, x):
         hit = self.route(x)[1].unique().tolist()
@@ -78,7 +78,7 @@ class Lists(Loop):
 
 
 class Chosen(Loop):
-    """A parameter that the first token's choice picks."""
+    """Select a parameter by the first token's expert."""
 
     def __init__(self):
         super().__init__()
@@ -94,7 +94,7 @@ class TestRefused:
             rewritten(block)
 
     def test_a_value_from_inside_the_experts(self):
-        """The rows of the experts do not exist one by one after the rewrite."""
+        """Refuse rows of single experts outside the mixture: they do not exist after the rewrite."""
 
         class Leaks(Loop):
             def forward(self, x):
@@ -122,7 +122,7 @@ class TestRefused:
 
 
 class TestSources:
-    """A refusal names the user's line."""
+    """Refusals name the user's line."""
 
     def test_a_list_of_another_length(self):
         with pytest.raises(Refused, match="different number of arguments") as refusal:
@@ -136,7 +136,7 @@ class TestSources:
 
 
 class Counting(Loop):
-    """How many tokens each expert got, as a list of Python's; labml's Switch layer returns it."""
+    """Return the token counts of experts as a Python list, like labml's Switch layer."""
 
     def forward(self, x):
         w, ids = self.route(x)
@@ -148,7 +148,7 @@ class Counting(Loop):
 
 
 class Entropy(Loop):
-    """Floats that follow from the number of tokens."""
+    """Compute floats from the number of tokens."""
 
     def forward(self, x):
         scores = self.gate(x).log_softmax(-1).logsumexp(0) - math.log(x.shape[0])
@@ -156,7 +156,7 @@ class Entropy(Loop):
 
 
 class Updated(Loop):
-    """A bias that is nudged through `.data`, as DeepSeek-V3's is."""
+    """Update a bias through `.data`, as DeepSeek-V3 does."""
 
     def __init__(self):
         super().__init__()

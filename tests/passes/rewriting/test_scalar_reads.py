@@ -1,4 +1,4 @@
-"""Numbers that Python reads from buffers and parameters are read again at every call."""
+"""Programs read numbers from buffers and parameters in every call, where Python read them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...blocks import D, E, Loop
 
 
 class Tempered(Loop):
-    """A temperature that anneals, read as a number; a parameter's too."""
+    """Read an annealed temperature from a buffer, and a gain from a parameter, as numbers."""
 
     def __init__(self):
         super().__init__()
@@ -58,7 +58,7 @@ def test_the_block_stays_one_graph():
 
 
 class Compared(Loop):
-    """What a number from a buffer decides is a branch."""
+    """Branch on a number from a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -85,7 +85,7 @@ def test_another_use_of_the_number_names_its_line():
 
 
 class Window(Loop):
-    """What it does changes in a window of steps only."""
+    """Change the output only in a window of steps."""
 
     def __init__(self, inside):
         super().__init__()
