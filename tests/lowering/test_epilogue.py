@@ -1,6 +1,6 @@
-"""Formulas of pointwise expressions, without Triton: their text runs on torch's functions, in float64.
+"""Formulas of pointwise expressions, run without Triton on torch's functions in float64.
 
-Run as a program it prints the text for every expression here.
+Run as a program it prints the formulas of all expressions here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SILU, TANH_GELU = ("silu", "a0"), ("gelu", "a0", {"approximate": "tanh"})
 GATE, UP = ("clamp", "a0", None, 7.0), ("clamp", "a1", -7.0, 7.0)
 POSITIVE = ("add.Tensor", ("abs", "a0"), 0.25)
 
-# What experts are built of, and torch's other activations. Heads as `passes.fuse` writes them, some without overload.
+# Activations of experts and torch's other activations. Heads as in `passes.fuse`, some without overload.
 EXPRESSIONS = {
     "swiglu": ("mul.Tensor", SILU, "a1"),
     "geglu_tanh": ("mul.Tensor", TANH_GELU, "a1"),
@@ -140,8 +140,11 @@ KINKS = (0.0, -0.0, 0.125, 0.25, 0.5, -0.5, 1.0, -1.0, 2.0, -2.0, 3.0, -3.0, 6.0
 
 
 class Random:
-    """Random expressions, none of them ill-conditioned: every part is smooth or has a kink, no part is larger than its
-    operands' product, nothing is divided by what can come near 0, and what is raised to e is bounded."""
+    """Generate random well-conditioned expressions.
+
+    Each part is smooth or has a kink, and is at most as large as its operands' product. Divisors are not near 0 and
+    exponents are bounded.
+    """
 
     def __init__(self, seed: int):
         self.rng = random.Random(seed)
@@ -151,7 +154,7 @@ class Random:
         return self.rng.choice([body, ("mul.Tensor", body, "w"), ("add.Tensor", body, self.tree(1, "w"))])
 
     def tree(self, depth: int, must: str) -> object:
-        """An expression with the variable `must` in it."""
+        """Return an expression that contains the variable `must`."""
         if depth == 0:
             return must
         kind = self.rng.random()
@@ -207,8 +210,8 @@ RANDOM = {f"random_{seed}": Random(seed).expression() for seed in range(50)}
 ALL = EXPRESSIONS | RANDOM
 
 
-def points(dtype: torch.dtype) -> dict[str, Tensor]:
-    """Values for the variables and the gradient: random ones, and kinks of a0 and a1 in all pairs."""
+def make_points(dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return values for the variables and the gradient: random ones, and all pairs of kinks of a0 and a1."""
     g = torch.Generator().manual_seed(0)
     a0, a1 = torch.cartesian_prod(*[torch.tensor(KINKS, dtype=torch.float64)] * 2).T
     kinks = {"a0": a0, "a1": a1, "g": torch.ones_like(a0)}
@@ -217,8 +220,8 @@ def points(dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: t.to(dtype) for name, t in env.items()}
 
 
-def truth(expr: object, env: dict[str, Tensor], wrt: tuple[str, ...] = ("a0", "a1", "w")) -> list[Tensor]:
-    """Value and gradients by torch's autograd; where there is none, 0."""
+def differentiate(expr: object, env: dict[str, Tensor], wrt: tuple[str, ...] = ("a0", "a1", "w")) -> list[Tensor]:
+    """Return the value and the gradients by autograd, with 0 for missing ones."""
     leaves = {name: t.clone().requires_grad_() for name, t in env.items()}
     value = evaluate(expr, leaves).to(env["a0"].dtype)
     if not value.requires_grad:
@@ -227,13 +230,13 @@ def truth(expr: object, env: dict[str, Tensor], wrt: tuple[str, ...] = ("a0", "a
     return [value.detach(), *grads]
 
 
-def text_of(expr: object) -> str:
+def write_text(expr: object) -> str:
     parameters = ("a0", "a1", "w")
     return write_function("vjp", (*parameters, "g"), derive_gradients(expr, "g", parameters))
 
 
-def stand_in(dtype: torch.dtype) -> dict[str, object]:
-    """What a formula's text refers to, on torch tensors."""
+def make_namespace(dtype: torch.dtype) -> dict[str, object]:
+    """Return the names that a formula's text uses, for torch tensors."""
 
     def of(*values: object) -> list[Tensor]:
         return [v if isinstance(v, Tensor) else torch.tensor(v, dtype=dtype) for v in values]
@@ -247,37 +250,36 @@ def stand_in(dtype: torch.dtype) -> dict[str, object]:
         PropagateNan=SimpleNamespace(ALL=None),
         float32=None,
     )
-    own = ("exp", "sigmoid", "expm1", "log1p", "tanh", "sinh", "cosh", "asinh", "atan", "erfc", "hypot", "sign")
-    return {"tl": tl, **{name: getattr(torch, name) for name in own}}
+    functions = ("exp", "sigmoid", "expm1", "log1p", "tanh", "sinh", "cosh", "asinh", "atan", "erfc", "hypot", "sign")
+    return {"tl": tl, **{name: getattr(torch, name) for name in functions}}
 
 
-def run(text: str, *arguments: Tensor) -> tuple[Tensor, ...] | Tensor:
-    scope = stand_in(arguments[0].dtype)
+def run_text(text: str, *arguments: Tensor) -> tuple[Tensor, ...] | Tensor:
+    scope = make_namespace(arguments[0].dtype)
     exec(text, scope)
     return scope[text.partition("(")[0].removeprefix("def ")](*arguments)
 
 
-# -- value and derivatives
-# ------------------------------------------------------------------------------------------------------
+# -- values and derivatives
 
 
-# Whose constants torch's kernels round to float32 even in float64.
+# Constants that torch's kernels round to float32 even in float64.
 SINGLE = dict.fromkeys(("celu", "hardsigmoid"), 2.0**-23)
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_value_and_derivatives_are_torchs(name):
-    expr, env = without_casts(ALL[name]), points(torch.float64)
-    results = run(text_of(ALL[name]), *(env[n] for n in ("a0", "a1", "w", "g")))
-    for got, want in zip(results, truth(expr, env), strict=True):
+    expr, env = remove_casts(ALL[name]), make_points(torch.float64)
+    results = run_text(write_text(ALL[name]), *(env[n] for n in ("a0", "a1", "w", "g")))
+    for got, want in zip(results, differentiate(expr, env), strict=True):
         torch.testing.assert_close(got, want, rtol=SINGLE.get(name, 1e-10), atol=1e-12, equal_nan=True)
 
 
-def without_casts(expr: object) -> object:
-    """For a truth in float64."""
+def remove_casts(expr: object) -> object:
+    """Remove casts, for a truth in float64."""
     if not isinstance(expr, (tuple, list)):
         return expr
-    return without_casts(expr[1]) if expr[0] == "_to_copy" else (expr[0], *map(without_casts, expr[1:]))
+    return remove_casts(expr[1]) if expr[0] == "_to_copy" else (expr[0], *map(remove_casts, expr[1:]))
 
 
 ATEN = [
@@ -289,8 +291,10 @@ ATEN = [
 ]
 
 
-def call_of(head: str) -> object | None:
-    """A call of an op with variables for tensors, in (0.25, 1) so that most are defined; numbers for the rest."""
+def build_call(head: str) -> object | None:
+    """Build a call of an op with variables in (0.25, 1), for which most ops are defined, and numbers as other
+    arguments.
+    """
     name, _, overload = head.partition(".")
     tensors = iter([("add.Tensor", ("mul.Tensor", ("sigmoid", v), 0.5), 0.25) for v in ("a0", "a1", "w")])
     arguments = []
@@ -306,16 +310,16 @@ def call_of(head: str) -> object | None:
 
 
 def test_every_pointwise_op_of_aten_is_right_or_refused():
-    env, refused = points(torch.float64), {}
+    env, refused = make_points(torch.float64), {}
     for head in ATEN:
-        expr = call_of(head)
+        expr = build_call(head)
         try:
-            text = text_of(expr)
+            text = write_text(expr)
         except Underivable as reason:
             refused[head] = str(reason)
             continue
-        results = run(text, *(env[n] for n in ("a0", "a1", "w", "g")))
-        for got, want in zip(results, truth(expr, env), strict=True):
+        results = run_text(text, *(env[n] for n in ("a0", "a1", "w", "g")))
+        for got, want in zip(results, differentiate(expr, env), strict=True):
             close = torch.isclose(got, want, rtol=2.0**-23, atol=1e-10, equal_nan=True)
             assert close.all(), (head, got[~close], want[~close])
     assert len(ATEN) - len(refused) > 90, refused
@@ -339,7 +343,7 @@ def test_every_pointwise_op_of_aten_is_right_or_refused():
 def test_factor_of_a_linear_expression_and_its_derivative(out):
     y, w = torch.randn(50, dtype=torch.float64), torch.rand(50, dtype=torch.float64).requires_grad_()
     factor, factor_grad = derive_gradients(out, "g", ("w",), ones=("y", "g"))
-    got, got_grad = (run(write_function("scale", ("w",), [f]), w.detach()) for f in (factor, factor_grad))
+    got, got_grad = (run_text(write_function("scale", ("w",), [f]), w.detach()) for f in (factor, factor_grad))
     want = evaluate(out, {"y": y, "w": w})
     torch.testing.assert_close(y * got, want.detach())
     if want.requires_grad:
@@ -348,12 +352,11 @@ def test_factor_of_a_linear_expression_and_its_derivative(out):
         assert not got_grad.any()
 
 
-# -- what the text is like
-# ------------------------------------------------------------------------------------------------------
+# -- texts
 
 
 def test_value_and_derivatives_share_subexpressions():
-    assert text_of(EXPRESSIONS["swiglu"]) == (
+    assert write_text(EXPRESSIONS["swiglu"]) == (
         "def vjp(a0, a1, w, g):\n"
         "    t0 = sigmoid(a0)\n"
         "    t1 = (a0 * t0)\n"
@@ -365,23 +368,23 @@ def test_nothing_is_reordered_or_multiplied_out():
     # 3*x - 3*y would cancel, (a*c)*b overflow, (x + z) - y lose z.
     x, y = torch.tensor([1 / 3 + 2**-24]), torch.tensor([1 / 3])
     expr = ("mul.Tensor", ("sub.Tensor", "a0", "a1"), 3.0)
-    assert run(write_function("f", ("a0", "a1"), [derive_formula(expr)]), x, y) == (x - y) * 3
+    assert run_text(write_function("f", ("a0", "a1"), [derive_formula(expr)]), x, y) == (x - y) * 3
     expr = ("mul.Tensor", ("mul.Tensor", "a0", "a1"), ("pow.Tensor_Scalar", "a0", 1))
-    assert run(write_function("f", ("a0", "a1"), [derive_formula(expr)]), *torch.tensor([[1e30], [1e-30]])) == 1e30
+    assert run_text(write_function("f", ("a0", "a1"), [derive_formula(expr)]), *torch.tensor([[1e30], [1e-30]])) == 1e30
     expr = ("add.Tensor", ("sub.Tensor", "a0", "a1"), "w")
     assert (
-        run(write_function("f", ("a0", "a1", "w"), [derive_formula(expr)]), *torch.tensor([[1e8], [1e8], [1e-3]]))
+        run_text(write_function("f", ("a0", "a1", "w"), [derive_formula(expr)]), *torch.tensor([[1e8], [1e8], [1e-3]]))
         == 1e-3
     )
 
 
 def test_the_text_does_not_depend_on_the_process():
-    program = f"import runpy; runpy.run_path({__file__!r}, run_name='__main__')"  # not from this directory
+    program = f"import runpy; runpy.run_path({__file__!r}, run_name='__main__')"  # independent of the directory
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     environment = {**os.environ, "PYTHONHASHSEED": seed}
     root = Path(moefx.__file__).parents[1]
     other = subprocess.run([sys.executable, "-c", program], cwd=root, env=environment, capture_output=True, text=True)
-    assert other.stdout == "".join(text_of(expr) + "\n" for expr in ALL.values()), other.stderr
+    assert other.stdout == "".join(write_text(expr) + "\n" for expr in ALL.values()), other.stderr
 
 
 @pytest.mark.parametrize(
@@ -404,22 +407,22 @@ def test_numbers_are_written_exactly(number, text):
 
 def test_repeated_subexpressions_take_no_more_time_or_text():
     expr = "a0"
-    for _ in range(10):  # as a tree 2^10 terms, and the derivative 4^10
+    for _ in range(10):  # 2^10 terms as a tree, and 4^10 in the derivative
         expr = ("mul.Tensor", expr, ("sigmoid", expr))
     with within(5):
-        assert len(text_of(expr).splitlines()) < 100
+        assert len(write_text(expr).splitlines()) < 100
         for depth in (200, 300):
             expr = "a0"
             for _ in range(depth):
                 expr = ("silu", expr)
-            text_of(expr)
+            write_text(expr)
 
 
 def test_deriving_takes_little_time():
-    text_of(EXPRESSIONS["clamped_swiglu"])  # what torch imports for it
+    write_text(EXPRESSIONS["clamped_swiglu"])  # torch imports modules for it
     epilogue._formulas.cache_clear()
     with within(0.3):
-        text_of(EXPRESSIONS["clamped_swiglu"])
+        write_text(EXPRESSIONS["clamped_swiglu"])
 
 
 def test_a_name_that_does_not_occur_has_no_derivative():
@@ -429,8 +432,7 @@ def test_a_name_that_does_not_occur_has_no_derivative():
     assert by_other == 0
 
 
-# -- what is refused
-# ------------------------------------------------------------------------------------------------------
+# -- refused expressions
 
 INTEGERS = ("_to_copy", "a0", {"dtype": "int32"})
 REFUSED = [
@@ -486,4 +488,4 @@ def test_ops_without_derivative_are_named(expr, reason):
 
 
 if __name__ == "__main__":
-    print("\n".join(text_of(expr) for expr in ALL.values()))
+    print("\n".join(write_text(expr) for expr in ALL.values()))

@@ -1,4 +1,4 @@
-"""Registered providers: their order, their choice by the environment, and when they run."""
+"""Registered providers: their order, their selection by the environment, and the calls that they run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_providers_from_the_environment():
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("provider", ["grouped_mm", "triton"])
 def test_providers_run_only_for_supported_arguments(provider):
-    """Triton's kernels run on GPUs; `compile` compares in float64, which grouped_mm has not."""
+    """Run Triton's kernels on GPUs only, and grouped_mm not in float64, which `compile` uses for its comparison."""
     done = run(f"expert_mlp={provider},combine=reference")
     assert "('expert_mlp', 'segments')" in done.stdout and "('combine', 'reference')" in done.stdout
 

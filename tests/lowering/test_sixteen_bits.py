@@ -1,4 +1,4 @@
-"""Errors in 16 bits on the CPU, against float64: no larger than those of the original."""
+"""Errors in 16 bits on the CPU, relative to float64, do not exceed those of the original."""
 
 import copy
 
@@ -11,7 +11,7 @@ import moefx
 from moefx.ir.op_providers import force
 
 D, H, E = 32, 48, 4
-# What is summed in another order differs at random: gradients of routing weights are another sum of products.
+# Sums in another order have random errors: gradients of routing weights are other sums of products.
 NOISE = {"weights": 1.12}
 
 
@@ -39,7 +39,7 @@ class OfScaled(Plain):
 
 
 class Loop(nn.Module):
-    """Choices and weights are given: all route alike."""
+    """Get selected experts and weights as inputs, so that all models route equally."""
 
     weights_first = False
 
@@ -91,7 +91,7 @@ CASES = {
 }
 
 
-def results(model, x, chosen, weights):
+def run_and_differentiate(model, x, chosen, weights):
     model.zero_grad()
     x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
     out = model(x, chosen, weights)
@@ -103,16 +103,16 @@ def results(model, x, chosen, weights):
     return {"out": out.detach(), "x": x.grad, "weights": weights.grad, **stacked}
 
 
-def errors(model, exact, num_choices, dtype):
-    """The sum over several inputs, each relative to the result's size."""
+def measure_errors(model, exact, num_choices, dtype):
+    """Return errors relative to the size of each result, summed over several inputs."""
     total = {}
     for seed in range(10):
         g = torch.Generator().manual_seed(seed)
         x = torch.randn(64, D, generator=g).to(dtype)
         chosen = torch.rand(64, E, generator=g).topk(num_choices).indices
         weights = torch.rand(64, num_choices, generator=g)
-        truth = results(exact, x.double(), chosen, weights.double())
-        for name, value in results(model, x, chosen, weights).items():
+        truth = run_and_differentiate(exact, x.double(), chosen, weights.double())
+        for name, value in run_and_differentiate(model, x, chosen, weights).items():
             error = (value.double() - truth[name]).norm() / truth[name].norm()
             total[name] = total.get(name, 0.0) + error.item()
     return total
@@ -131,10 +131,10 @@ def test_errors_are_those_of_the_original_or_less(case):
                 p.copy_((torch.randn_like(p) * 0.3).to(dtype))
         exact, original = copy.deepcopy(model).double(), copy.deepcopy(model).to(dtype)
         compiled = moefx.compile(copy.deepcopy(model), example_inputs=example).to(dtype)
-        wanted = errors(original, exact, num_choices, dtype)
+        wanted = measure_errors(original, exact, num_choices, dtype)
         for provider in ("segments", "reference"):
             with force("expert_mlp", provider), force("expert_mlp_backward", provider), force("grouped_mm", provider):
-                found = errors(compiled, exact, num_choices, dtype)
+                found = measure_errors(compiled, exact, num_choices, dtype)
             assert compiled.forward.counts.original == 0
             ratios = {name: found[name] / wanted[name] for name in wanted}
             assert all(ratio < NOISE.get(name, 1.03) for name, ratio in ratios.items()), (provider, dtype, ratios)

@@ -13,13 +13,13 @@ from moefx.ir import op_providers
 from moefx.ir.ops import dialect
 from moefx.ir.ops.op_definition import registry
 from moefx.lowering.torch import grouped_mm
-from tests.ir.routings import LAYERS, random_routing, routings, swiglu_list
+from tests.ir.routings import LAYERS, draw_routing, routings, swiglu_list
 
 OPS = ["grouped_mm", "grouped_mm_backward", "expert_rows_backward", "expert_mlp", "expert_mlp_backward"]
 
 
 @contextlib.contextmanager
-def everywhere(provider: str = "grouped_mm"):
+def use_provider(provider: str = "grouped_mm"):
     with contextlib.ExitStack() as stack:
         for op in OPS:
             if provider in registry[op].providers:
@@ -49,7 +49,7 @@ def test_grouped_products_equal_segments(make, routing, keep, reduce):
 
     expected = run()
     op_providers.reset_counters()
-    with everywhere():
+    with use_provider():
         got = run()
     counted = op_providers.counters()
     assert counted["expert_mlp", "grouped_mm"] == counted["expert_mlp_backward", "grouped_mm"] == 1
@@ -57,7 +57,7 @@ def test_grouped_products_equal_segments(make, routing, keep, reduce):
 
 
 def test_unfused_products_equal_the_reference():
-    routing = random_routing(7, 2, 4, torch.float32)
+    routing = draw_routing(7, 2, 4, torch.float32)
     _, _, offsets, _, _ = routing.build()
     rows = torch.randn(14, 8, requires_grad=True)
     w = [torch.randn(16, 8, requires_grad=True) for _ in range(4)]
@@ -68,14 +68,14 @@ def test_unfused_products_equal_the_reference():
         return [out, *torch.autograd.grad(out.sum(), [rows, *w, v])]
 
     expected = run()
-    with everywhere():
+    with use_provider():
         got = run()
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 def test_is_not_chosen_on_the_cpu(dtype):
-    layer, routing = swiglu_list(2, 8, 8, dtype), random_routing(4, 2, 2, dtype)
+    layer, routing = swiglu_list(2, 8, 8, dtype), draw_routing(4, 2, 2, dtype)
     op_providers.reset_counters()
     layer.fused(torch.randn(4, 8).to(dtype), routing, routing.topk_weights)
     assert op_providers.counters()["expert_mlp", "segments"] == 1
@@ -99,7 +99,7 @@ class TestOnGpu:
     def provider(self, request):
         if request.param == "grouped_mm" and torch.cuda.get_device_capability() < (9, 0):
             pytest.skip("no fused grouped GEMM")
-        with everywhere(request.param):
+        with use_provider(request.param):
             yield request.param
 
     @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
@@ -109,7 +109,7 @@ class TestOnGpu:
         if provider == "triton" and make is LAYERS["nonlinear_out"]:
             pytest.skip("not linear in y")
         torch.manual_seed(0)
-        routing = random_routing(9, 2, 4, torch.float32)
+        routing = draw_routing(9, 2, 4, torch.float32)
         ids = routing.topk_ids if ids is None else torch.tensor(ids)
         routing = type(routing)(ids.cuda(), routing.topk_weights.cuda(), 4)
         with torch.device("cuda"):
@@ -119,7 +119,7 @@ class TestOnGpu:
         for e, p in zip(exact.parameters, layer.parameters, strict=True):
             e.data.copy_(p)
         weights = routing.topk_weights.requires_grad_()
-        layer.fused(x, routing, weights, reduce=reduce).sum().backward()  # traced and compiled once, with syncs
+        layer.fused(x, routing, weights, reduce=reduce).sum().backward()  # traces and compiles, with syncs
         leaves = [x, weights, *layer.parameters]
         op_providers.reset_counters()
         torch.cuda.set_sync_debug_mode("error")
@@ -131,7 +131,7 @@ class TestOnGpu:
         assert op_providers.counters()["expert_mlp", provider] == 1
         assert op_providers.counters()["expert_mlp_backward", provider] == 1
         exact_leaves = [x.detach().double().requires_grad_(), weights.detach().double().requires_grad_()]
-        with everywhere("segments"):
+        with use_provider("segments"):
             reference = exact.fused(exact_leaves[0], routing, exact_leaves[1])
             expected = torch.autograd.grad(reference.square().sum(), [*exact_leaves, *exact.parameters])
         for got, want in zip([out, *grads], [reference, *expected], strict=True):
@@ -141,10 +141,10 @@ class TestOnGpu:
     @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
     @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
     def test_other_dtypes(self, make, dtype):
-        """Triton's, but for float64 and what is not linear in y."""
+        """Use Triton, except for float64 and outputs that are not linear in y."""
         provider = "segments" if dtype is torch.float64 or make is LAYERS["nonlinear_out"] else "triton"
         torch.manual_seed(0)
-        routing = random_routing(9, 2, 4, dtype)
+        routing = draw_routing(9, 2, 4, dtype)
         layer = make(4, 16, 8, dtype)
         x = torch.randn(9, 16).to(dtype)
         expected = layer.fused(x, routing, routing.topk_weights)
@@ -197,7 +197,7 @@ class TestOnGpu:
         with torch.device("cuda"):
             layer = swiglu_list(8, 64, 64, dtype)
             x = torch.randn(500, 64, dtype=dtype, requires_grad=True)
-        routing = random_routing(500, 2, 8, torch.float32)
+        routing = draw_routing(500, 2, 8, torch.float32)
         routing = type(routing)(routing.topk_ids.cuda(), routing.topk_weights.cuda().requires_grad_(), 8)
         leaves = [x, routing.topk_weights, *layer.parameters]
 

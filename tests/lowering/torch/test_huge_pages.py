@@ -30,7 +30,7 @@ def test_only_large_buffers_request_huge_pages(monkeypatch):
     assert start % 4096 == 0
     assert buffer.data_ptr() <= start and start + length == buffer.data_ptr() + buffer.nbytes
     monkeypatch.undo()
-    new_buffer(torch.zeros(1), (2**21,)).fill_(1)  # the system takes it
+    new_buffer(torch.zeros(1), (2**21,)).fill_(1)  # the system accepts the request
 
 
 def test_other_systems_request_nothing(monkeypatch):

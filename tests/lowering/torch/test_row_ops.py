@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import moefx.lowering.torch.row_ops
 from moefx.ir import op_providers
 from moefx.ir.ops import dialect
-from tests.ir.routings import Routing, random_routing, routings
+from tests.ir.routings import Routing, draw_routing, routings
 
 
 @settings(max_examples=40, deadline=None)
@@ -57,7 +57,7 @@ def test_half_types_are_summed_in_float32(dtype, routing: Routing, weighted: boo
 
 
 def test_gradients_in_several_blocks_of_rows_equal_the_reference():
-    token_ids, _, offsets, inverse, weights = random_routing(700, 4, 5).build()  # several blocks
+    token_ids, _, offsets, inverse, weights = draw_routing(700, 4, 5).build()  # several blocks
     rows, weights = torch.randn(2800, 2).double().requires_grad_(), weights.detach().requires_grad_()
     out = dialect.combine(rows, weights, token_ids, offsets, inverse)
     got = torch.autograd.grad(out.square().sum(), [rows, weights])

@@ -1,4 +1,4 @@
-"""The provider "segments": groups of rows, threads, casts and oneDNN's products."""
+"""Provider "segments": groups of rows, threads, casts and products of oneDNN."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moefx.ir.ops import dialect
 from moefx.ir.ops.mlp_arguments import ExpertMlpCall
 from moefx.lowering.torch import cpu_gemm, expert_mlp_algebra, segments, thread_pool
 from moefx.lowering.torch.segments import SegmentGemms
-from tests.ir.routings import LAYERS, random_routing, routings, swiglu_list
+from tests.ir.routings import LAYERS, draw_routing, routings, swiglu_list
 
 
 @settings(max_examples=60, deadline=None)
@@ -38,7 +38,7 @@ def test_groups_cover_the_valid_rows_once(routing, group_rows):
 
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
 def test_several_groups_and_threads_change_no_bit(make, monkeypatch):
-    layer, routing = make(6, 8, 4), random_routing(40, 3, 6)
+    layer, routing = make(6, 8, 4), draw_routing(40, 3, 6)
     x, weights = (
         torch.randn(40, 8, dtype=torch.float64, requires_grad=True),
         routing.topk_weights.requires_grad_(),
@@ -49,7 +49,7 @@ def test_several_groups_and_threads_change_no_bit(make, monkeypatch):
         out = layer.fused(x, routing, weights, reduce=True)
         return [out, *torch.autograd.grad(out.sum(), leaves)]
 
-    monkeypatch.setattr(segments, "_GROUP_ROWS", (1, 1))  # every expert for itself
+    monkeypatch.setattr(segments, "_GROUP_ROWS", (1, 1))  # one group per expert
     expected = run()
     before = torch.get_num_threads()
     monkeypatch.setattr(segments, "_PARALLEL", 0)
@@ -64,7 +64,7 @@ def test_several_groups_and_threads_change_no_bit(make, monkeypatch):
 
 
 def test_counts_the_provider_and_the_path_of_the_weights():
-    layer, routing = swiglu_list(4, 8, 6), random_routing(9, 2, 4)
+    layer, routing = swiglu_list(4, 8, 6), draw_routing(9, 2, 4)
     op_providers.reset_counters()
     layer.fused(torch.randn(9, 8).double(), routing, routing.topk_weights).sum().backward()
     assert op_providers.counters()["expert_mlp", "segments"] == 1
@@ -74,14 +74,14 @@ def test_counts_the_provider_and_the_path_of_the_weights():
 
 
 def test_the_linear_output_needs_no_second_down_projection(monkeypatch):
-    """<dO, y> comes from <dA', A>; only an output that is not linear in y recomputes y."""
+    """Compute <dO, y> from <dA', A>, and recompute y only if the output is not linear in it."""
     calls = []
     original = expert_mlp_algebra.Parameters.project_down
     monkeypatch.setattr(
         expert_mlp_algebra.Parameters, "project_down", lambda self, *args: calls.append(1) or original(self, *args)
     )
     for name, expected in (("swiglu_list", 0), ("interleaved_clamped", 0), ("nonlinear_out", 1)):
-        layer, routing = LAYERS[name](3, 4, 2), random_routing(5, 2, 3)
+        layer, routing = LAYERS[name](3, 4, 2), draw_routing(5, 2, 3)
         out = layer.fused(torch.randn(5, 4).double(), routing, routing.topk_weights.requires_grad_())
         calls.clear()
         out.sum().backward()
@@ -90,7 +90,7 @@ def test_the_linear_output_needs_no_second_down_projection(monkeypatch):
 
 def test_under_autocast_only_hit_experts_are_cast(monkeypatch):
     layer = swiglu_list(8, 8, 6, torch.float32)
-    routing = random_routing(1, 2, 8, torch.float32)
+    routing = draw_routing(1, 2, 8, torch.float32)
     looked_up = []
     original = segments.Operands.__getitem__
     monkeypatch.setattr(segments.Operands, "__getitem__", lambda self, e: looked_up.append(e) or original(self, e))
@@ -138,7 +138,7 @@ def test_onednn_rounds_about_as_blas_does(monkeypatch):
 
 @pytest.mark.parametrize("k", [512, 1024])
 def test_no_weight_takes_onednns_plain_loops(k, monkeypatch):
-    """Which are 500 times as slow as its kernels: stacks of gate and up side by side or in turns, and blocks of k."""
+    """Avoid oneDNN's plain loops, which take 500 times as long, for stacks of gate and up and for blocks of k."""
     if not torch.backends.mkldnn.is_available():
         pytest.skip("a torch without oneDNN")
     monkeypatch.setattr(cpu_gemm, "onednn_is_faster", lambda: True)
@@ -208,7 +208,7 @@ def test_results_are_handed_on_in_order(three_threads):
     seen = []
 
     def work(i: int) -> int:
-        time.sleep(0.002 * (i % 3 == 0))  # some come late
+        time.sleep(0.002 * (i % 3 == 0))  # some are late
         return i * i
 
     thread_pool.for_each(range(30), work, lambda i, result: seen.append((i, result)))
@@ -224,7 +224,7 @@ def test_an_error_in_a_worker_arrives(three_threads):
 
     with pytest.raises(ValueError, match="expert 5"):
         thread_pool.for_each(range(8), work)
-    thread_pool.for_each(range(8), lambda i: None)  # and the pool lives on
+    thread_pool.for_each(range(8), lambda i: None)  # the pool still works
 
 
 def test_few_items_or_one_thread_run_here(three_threads):
@@ -237,7 +237,7 @@ def test_few_items_or_one_thread_run_here(three_threads):
 
 
 def test_call_unpacks_arguments():
-    layer, routing = LAYERS["interleaved_clamped"](3, 4, 2), random_routing(5, 2, 3)
+    layer, routing = LAYERS["interleaved_clamped"](3, 4, 2), draw_routing(5, 2, 3)
     token_ids, _, offsets, inverse, weights = routing.build()
     arguments = (torch.randn(5, 4).double(), token_ids, offsets, inverse, weights)
     parameters = (layer.up, layer.up_bias, layer.down, layer.down_bias)
@@ -250,7 +250,7 @@ def test_call_unpacks_arguments():
 
 def test_grouped_mm_op_runs_in_segments():
     op_providers.reset_counters()
-    _, _, offsets, _, _ = random_routing(6, 2, 4).build()
+    _, _, offsets, _, _ = draw_routing(6, 2, 4).build()
     w = [torch.randn(5, 3, dtype=torch.float64, requires_grad=True) for _ in range(4)]
     dialect.grouped_mm(torch.randn(12, 3).double(), w, offsets, transposed=True).sum().backward()
     assert op_providers.counters()["grouped_mm", "segments"] == 1
@@ -259,7 +259,7 @@ def test_grouped_mm_op_runs_in_segments():
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_padding_of_single_products(transposed, monkeypatch):
-    routing = random_routing(7, 2, 3)
+    routing = draw_routing(7, 2, 3)
     offsets, rows = routing.build()[2], torch.randn(14, 4, dtype=torch.float64, requires_grad=True)
     shape = (3, 5, 4) if transposed else (3, 4, 5)
     w = torch.randn(shape, dtype=torch.float64, requires_grad=True)

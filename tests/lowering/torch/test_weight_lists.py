@@ -1,4 +1,4 @@
-"""Lists of weights: which layouts are read as one view, and which are copied."""
+"""Lists of weights: layouts that are read as one view, and layouts that are copied."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from moefx.ir import op_providers
 from moefx.lowering.torch.weight_lists import stack_weights, strided_view, unstack_weights
 
 
-def views(num: int = 3, shape: tuple[int, ...] = (4, 5), spacing: int = 20, offset: int = 0) -> list[Tensor]:
-    """Parameters laid out in one storage."""
+def make_views(num: int = 3, shape: tuple[int, ...] = (4, 5), spacing: int = 20, offset: int = 0) -> list[Tensor]:
+    """Lay out parameters in one storage."""
     storage = torch.randn(offset + spacing * num)
     return [nn.Parameter(storage[offset + i * spacing :][: shape[0] * shape[1]].view(shape)) for i in range(num)]
 
@@ -21,7 +21,7 @@ def views(num: int = 3, shape: tuple[int, ...] = (4, 5), spacing: int = 20, offs
 @pytest.mark.parametrize("spacing", [20, 24, 60])
 @pytest.mark.parametrize("offset", [0, 7])
 def test_equally_spaced_storages_are_one_view(spacing, offset):
-    w = views(spacing=spacing, offset=offset)
+    w = make_views(spacing=spacing, offset=offset)
     view = strided_view(w)
     assert view is not None
     assert view.data_ptr() == w[0].data_ptr()
@@ -31,7 +31,7 @@ def test_equally_spaced_storages_are_one_view(spacing, offset):
 
 
 def test_transposed_views_are_one_view():
-    w = [p.detach().t() for p in views()]
+    w = [p.detach().t() for p in make_views()]
     view = strided_view(w)
     assert view is not None
     assert torch.equal(view[2], w[2])
@@ -42,10 +42,10 @@ def test_transposed_views_are_one_view():
     "w",
     [
         [torch.randn(4, 5) for _ in range(3)],
-        list(reversed(views())),
-        [*views()[:2], torch.randn(4, 5)],
-        [views()[0]] * 3,  # one tensor for all experts
-        [views()[0], views()[1].detach().t().contiguous().t()],
+        list(reversed(make_views())),
+        [*make_views()[:2], torch.randn(4, 5)],
+        [make_views()[0]] * 3,  # one tensor for all experts
+        [make_views()[0], make_views()[1].detach().t().contiguous().t()],
     ],
     ids=["separate", "descending", "one strays", "tied", "other strides"],
 )
@@ -66,7 +66,7 @@ def test_equal_spacing_across_storages_is_an_accident_not_a_view():
     w = [torch.from_dlpack(storage[i * 20 : (i + 1) * 20]).view(4, 5) for i in range(3)]
     assert w[0].untyped_storage().data_ptr() != w[1].untyped_storage().data_ptr()
     view = strided_view(w)
-    if view is not None:  # only where the first one's storage does reach that far
+    if view is not None:  # only if the first storage extends to the second
         assert w[0].untyped_storage().nbytes() >= 60 * 4
 
 
@@ -75,7 +75,7 @@ def test_equal_spacing_across_storages_is_an_accident_not_a_view():
     ("w", "path"),
     [
         ([torch.randn(3, 4, 5)], "stacked"),
-        (views(), "view"),
+        (make_views(), "view"),
         ([torch.randn(4, 5) for _ in range(3)], "stacked_copy"),
     ],
     ids=["stacked", "view", "stacked_copy"],
@@ -101,7 +101,7 @@ def test_weights_are_stacked_without_needless_copies(w, path, dtype):
     ids=["double", "deepcopy", "assign", "to_empty"],
 )
 def test_changes_that_break_the_view_are_noticed(change):
-    module = nn.ParameterList(views())
+    module = nn.ParameterList(make_views())
     assert strided_view(list(module)) is not None
     changed = change(module)
     w = list(changed)

@@ -2,9 +2,9 @@
 
     python -m tests.lowering.triton.aot --targets sm90,gfx942 --dtypes bfloat16 [--cases halves | --everything]
 
-The providers run on small CPU tensors while Triton's driver stands for the target and every launch stops after
-compiling. So it compiles the kernels that a GPU would get, specialized by sizes and alignment. It needs a process of
-its own, without TRITON_INTERPRET.
+The providers run on small CPU tensors while a fake driver of Triton reports the target, and each launch stops after
+compiling. So it compiles the kernels that a GPU would get, specialized by sizes and alignment. It needs its own process
+without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
-# tf32: float32 where torch may use it (`torch.backends.cuda.matmul.fp32_precision`).
+# tf32: float32 if torch may use it (`torch.backends.cuda.matmul.fp32_precision`).
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "tf32": torch.float32}
 SIZE = (64, 2, 8)  # tokens, slots, experts
 
 
 def swiglu_halves(num_experts: int, d: int, h: int, dtype: torch.dtype) -> Layer:
-    """Stacked [E,2F,D], gate and up concatenated; weight applied to the output."""
+    """SwiGLU, stacked [E, 2F, D] with concatenated gate and up. The routing weight multiplies the output."""
 
     def expert(*_: Any) -> Tensor:
         raise NotImplementedError
@@ -67,8 +67,10 @@ def swiglu_halves(num_experts: int, d: int, h: int, dtype: torch.dtype) -> Layer
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A layer and how it is called. `needs` as of `expert_mlp_backward`; `weights` None: routing weights in the
-    layer's dtype."""
+    """Layer and the options of its call.
+
+    `needs`: the argument of `expert_mlp_backward`. `weights`: the dtype of routing weights, None for the layer's dtype.
+    """
 
     make: Callable[..., Layer]
     keep: str
@@ -85,7 +87,7 @@ CASES = {
     "frozen": Case(swiglu_halves, "h", True, needs=(True, True, False, False, False, False)),
     "separate": Case(swiglu_list, "h", True),
     "separate_recomputed": Case(swiglu_list, "x", False, weights=torch.float32),
-    # As the 2880 of gpt-oss: a multiple of 64, of no larger tile.
+    # Like the 2880 of gpt-oss: a multiple of 64, but of no larger tile.
     "interleaved": Case(interleaved_clamped, "h", True, 320, 320),
     "interleaved_rows": Case(interleaved_clamped, "x", False, weights=torch.float32),
     "before": Case(weight_before, "h", True),
@@ -94,8 +96,7 @@ CASES = {
 
 
 class Compiler:
-    """Triton's driver, as far as it is asked before a launch, and in place of `JITFunction.run`: compiles for
-    `target`, and prints what it compiled, each kernel once."""
+    """Replace Triton's driver and `JITFunction.run`: compile for `target`, and print each compiled kernel once."""
 
     def __init__(self) -> None:
         self.target = self.dtype = self.case = self.choice = ""
@@ -106,7 +107,7 @@ class Compiler:
         return TARGETS[self.target]
 
     def get_current_device(self) -> int:
-        return list(TARGETS).index(self.target)  # Triton keeps what it compiled by device
+        return list(TARGETS).index(self.target)  # Triton caches compiled kernels by device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -120,7 +121,7 @@ class Compiler:
             kernel = self.stock_run(function, *args, grid=grid, warmup=True, **options)
         except Exception as error:
             cause: BaseException = error
-            while cause.__cause__ is not None:  # each function of a kernel adds where it called the next one
+            while cause.__cause__ is not None:  # each function of a kernel adds the line of its caller
                 cause = cause.__cause__
             line["error"] = f"{type(cause).__name__}: {cause}"[-1500:]
             key = (function, self.target, str(launch))
@@ -129,16 +130,16 @@ class Compiler:
             key = (function, self.target, kernel.hash)
         if key not in self.seen:
             self.seen.add(key)
-            print(json.dumps(line if "error" in line else line | resources(kernel)), flush=True)
+            print(json.dumps(line if "error" in line else line | count_resources(kernel)), flush=True)
         return self
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        """As of a compiled kernel: to launch it again."""
+        """Replace a compiled kernel's launcher."""
         return lambda *args: None
 
 
 def install() -> Compiler:
-    """From now on launches only compile, and the host code sees the target in place of its tensors' device."""
+    """Make launches only compile, and make the host code see the target instead of its tensors' device."""
     compiler = Compiler()
     triton.runtime.driver.set_active(compiler)
     JITFunction.run = lambda function, *args, **options: compiler.run(function, *args, **options)
@@ -146,15 +147,15 @@ def install() -> Compiler:
     autotune.can_tune = lambda *_: False
     stock_precision, gpu = run_module.matmul_precision, torch.device("cuda")
     run_module.matmul_precision = lambda x: stock_precision(types.SimpleNamespace(dtype=x.dtype, device=gpu))
-    # An earlier call's launches (see `launch_replay`) were for another target or configuration.
+    # Recorded launches (see `launch_replay`) belong to another target or configuration.
     expert_mlp_steps.replay_or_record = build_pft.replay_or_record = lambda key, inputs, constants, host_code, *_: (
         host_code()
     )
     return compiler
 
 
-def resources(kernel: Any) -> dict[str, Any]:
-    """Registers and spills of a thread, bytes of shared memory, and how many instructions multiply matrices."""
+def count_resources(kernel: Any) -> dict[str, Any]:
+    """Return registers and spills per thread, bytes of shared memory, and the number of matrix instructions."""
     asm = kernel.asm
     found = dict(shared=kernel.metadata.shared, tensor_memory=getattr(kernel.metadata, "tmem_size", None) or 0)
     if "amdgcn" in asm:
@@ -175,14 +176,16 @@ def resources(kernel: Any) -> dict[str, Any]:
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     used = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
-    # Nothing here has arrays or calls: what lies on the stack are spilled registers.
+    # The kernels have no arrays or calls: the stack holds spilled registers.
     found |= dict(registers=used["REG"], stack=used["STACK"] + used["LOCAL"])
     names = dict(wgmma="wgmma.mma_async", mma="mma.sync", tcgen05="tcgen05.mma")
     return found | {name: asm["ptx"].count(instruction) for name, instruction in names.items()}
 
 
-def routed(size: tuple[int, int, int], dtype: torch.dtype, drop: str, has_keep: bool = False) -> tuple[Tensor, ...]:
-    """`build_pft` of (tokens, slots, experts), and its backward."""
+def run_build_pft(
+    size: tuple[int, int, int], dtype: torch.dtype, drop: str, has_keep: bool = False
+) -> tuple[Tensor, ...]:
+    """Run `build_pft` for (tokens, slots, experts) and its backward."""
     *shape, num_experts = size
     ids, weights = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=dtype)
     keep = torch.empty(shape, dtype=torch.bool) if has_keep else None
@@ -192,29 +195,29 @@ def routed(size: tuple[int, int, int], dtype: torch.dtype, drop: str, has_keep: 
     return pft
 
 
-def routings(dtype: torch.dtype) -> None:
-    # The second is one of the lists that are cut into larger blocks.
+def compile_routings(dtype: torch.dtype) -> None:
+    # The second size uses larger blocks.
     for size, drop, has_keep in itertools.product([SIZE, (2**17, 8, 256)], DROP_RULES, [False, True]):
-        routed(size, dtype, drop, has_keep)
+        run_build_pft(size, dtype, drop, has_keep)
     num_tokens, num_slots, num_experts = SIZE
     build_pft.build_pft(torch.empty((num_tokens, num_slots), dtype=torch.int32), None, None, num_experts=num_experts)
 
 
-def forward_and_backward(case: Case, dtype: torch.dtype) -> None:
+def run_forward_and_backward(case: Case, dtype: torch.dtype) -> None:
     num_tokens, _, num_experts = SIZE
     layer = case.make(num_experts, case.d, case.h, dtype)
     x = torch.empty(num_tokens, case.d, dtype=dtype)
     # This rule needs every kernel of the routing.
-    token_ids, _, offsets, inverse, weights = routed(SIZE, case.weights or dtype, "weight")
+    token_ids, _, offsets, inverse, weights = run_build_pft(SIZE, case.weights or dtype, "weight")
     args = (x, token_ids, offsets, inverse, weights, layer.up, layer.up_bias, layer.down, layer.down_bias)
     options = dict(body=layer.text, keep=case.keep, reduce=case.reduce)
     out, *kept = expert_mlp_steps.expert_mlp(*args, **options)
     expert_mlp_steps.expert_mlp_backward(torch.empty_like(out), *args, kept, **options, needs=case.needs)
-    run_module.KernelCall(args, layer.text, case.keep, None).gather(x)  # which not every configuration does
+    run_module.KernelCall(args, layer.text, case.keep, None).gather(x)  # some configurations do not gather rows
 
 
-def travelling(dtype: torch.dtype) -> None:
-    """Rows that are found, packed, unpacked and added up, over two nodes of four ranks."""
+def compile_exchanges(dtype: torch.dtype) -> None:
+    """Find, pack, unpack and sum rows, over two nodes of four ranks."""
     num_tokens, num_slots, num_experts = SIZE
     ids, weights = torch.empty((num_tokens, num_slots), dtype=torch.int64), torch.empty(num_tokens, num_slots)
     keep, x = torch.empty(ids.shape, dtype=torch.bool), torch.empty(num_tokens, 128, dtype=dtype)
@@ -232,14 +235,17 @@ def travelling(dtype: torch.dtype) -> None:
     exchange_ops.combine(rows, weights.flatten(), token_ids, offsets, inverse)
 
 
-def roles(kernel: str, device: torch.device, dtype: torch.dtype) -> list[Config]:
+def list_roles(kernel: str, device: torch.device, dtype: torch.dtype) -> list[Config]:
     return [cut for cut in tile_configs.list_candidates(kernel, device, dtype) if cut.roles]
 
 
-def configurations(dtype: torch.dtype, everything: bool) -> Iterator[tuple[str, dict[str, Config]]]:
-    """(by whom it is chosen, what to launch some of `tile_configs.KERNELS` with in place of `tuning.config`'s choice):
-    "default", with "separate" kernels for the pointwise part, with warps that have "roles", and, if `everything`, all
-    that "tuning" tries."""
+def list_configurations(dtype: torch.dtype, everything: bool) -> Iterator[tuple[str, dict[str, Config]]]:
+    """Yield the origin of a configuration and the tiles that replace `tuning.config`'s choice in
+    `tile_configs.KERNELS`.
+
+    Origins are "default", "separate" (kernels for the pointwise part), "roles" (warp specialization) and, with
+    `everything`, all configurations of "tuning".
+    """
     yield "default", {}
     device, sizes, by_shape = torch.device("cpu"), [512, 768, 1024, 1536, 2048, 2880, 4096, 7168], {}
     for kernel in tile_configs.KERNELS:
@@ -249,7 +255,7 @@ def configurations(dtype: torch.dtype, everything: bool) -> Iterator[tuple[str, 
         )
     yield "separate", {k: dataclasses.replace(by_shape[k][0], fused=False) for k in ("up", "act_backward")}
     for i in range(2):
-        yield "roles", {k: cuts[i] for k in tile_configs.KERNELS if len(cuts := roles(k, device, dtype)) > i}
+        yield "roles", {k: cuts[i] for k in tile_configs.KERNELS if len(cuts := list_roles(k, device, dtype)) > i}
     if everything:
         yield from (("default", {kernel: cut}) for kernel, cuts in by_shape.items() for cut in cuts)
         for kernel in tile_configs.KERNELS:
@@ -270,14 +276,14 @@ def main() -> None:
         compiler.target, compiler.dtype, compiler.case, compiler.choice = target, name, "routing", "default"
         torch.backends.cuda.matmul.fp32_precision = "tf32" if name == "tf32" else "ieee"
         dtype = DTYPES[name]
-        if options.everything and name == "float32":  # the routing has no other use for it than to move weights
-            routings(dtype)
+        if options.everything and name == "float32":  # float32 routings only move weights
+            compile_routings(dtype)
         compiler.case = "travelling"
-        travelling(dtype)
-        for (choice, forced), case in itertools.product(configurations(dtype, options.everything), cases):
+        compile_exchanges(dtype)
+        for (choice, forced), case in itertools.product(list_configurations(dtype, options.everything), cases):
             compiler.choice, compiler.case = choice, case
             run_module.config = lambda kernel, *args, forced=forced: forced.get(kernel) or stock_config(kernel, *args)
-            forward_and_backward(CASES[case], dtype)
+            run_forward_and_backward(CASES[case], dtype)
 
 
 if __name__ == "__main__":

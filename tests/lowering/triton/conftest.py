@@ -1,4 +1,4 @@
-"""Run the kernels of these tests on a GPU if there is one, else in Triton's interpreter on the CPU."""
+"""Run the kernels of these tests on a GPU if the machine has one, else in Triton's interpreter on the CPU."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def device() -> str:
 
 
 @pytest.fixture(autouse=True)
-def same_numbers():
-    """Some values lie where a clamp or a rounding decides: the same ones in every run, whatever ran before."""
+def seed_numbers():
+    """Seed each test equally: some values are at a clamp or between two roundings."""
     torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
-def no_tapes():
-    """An earlier test's launches were recorded, perhaps at the same addresses, for other configurations."""
+def clear_tapes():
+    """Remove launches recorded by earlier tests, for the same addresses but other configurations."""
     from moefx.lowering.triton import launch_replay
 
     launch_replay._tapes.clear()

@@ -1,8 +1,8 @@
-"""Repair Triton's interpreter: its errors would make right kernels fail and wrong ones pass.
+"""Repair Triton's interpreter, in which correct kernels fail and wrong ones pass.
 
 - `tl.dot` of bfloat16 multiplies bit patterns as integers; of float16 it rounds each partial sum.
-- Casts from float32 to bfloat16 cut off instead of rounding to nearest even.
-- `tl.sort` takes seconds: its sums by xor are made element by element.
+- Casts from float32 to bfloat16 truncate instead of rounding to nearest even.
+- `tl.sort` takes seconds: it computes xor sums element by element.
 - NumPy 2.4 and later refuse the loops (`numpy<2.4` in the test requirements).
 """
 

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 class Layer(nn.Module):
-    """Sizes that no other test has, so that its kernels are not compiled yet."""
+    """Layer with sizes that no other test compiles."""
 
     def __init__(self) -> None:
         super().__init__()

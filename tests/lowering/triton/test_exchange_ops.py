@@ -1,4 +1,4 @@
-"""Rows are packed, unpacked and added up bit by bit as in the references."""
+"""Packed, unpacked and summed rows equal the references bit by bit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moefx.ir.ops.exchange_routes import plan_dispatch
 from moefx.lowering.triton import exchange_ops
 
 
-def same(got: Tensor, want: Tensor) -> None:
+def check_equal(got: Tensor, want: Tensor) -> None:
     assert got.dtype == want.dtype and got.shape == want.shape and torch.equal(got.cpu(), want)
 
 
@@ -29,29 +29,29 @@ def test_packed_rows_split_into_the_same_columns(device, dtype, width, dedup):
     place[5] = -1
     token_ids, slot_ids, offsets, _ = plan_dispatch(place, num_ranks=ranks, num_slots=slots, dedup=dedup)
     x = torch.randn(tokens, 2 * width)[:, width:].to(dtype)  # rows with a stride
-    more, weights, floats = torch.randn(tokens, 6), torch.rand(tokens, top_k), torch.rand(top_k, tokens).T.double()
-    args = ([x, more], [weights, floats], place, token_ids, slot_ids, offsets)
+    extra, weights, floats = torch.randn(tokens, 6), torch.rand(tokens, top_k), torch.rand(top_k, tokens).T.double()
+    args = ([x, extra], [weights, floats], place, token_ids, slot_ids, offsets)
     options = dict(num_rows=int(offsets[-1]), num_slots=slots, dedup=dedup)
     want = row_packing.pack_rows.reference(*args, **options)
     there = [[t.to(device) for t in a] if isinstance(a, list) else a.to(device) for a in args]
     got = exchange_ops.pack_rows(*there, **options)
     num_rows = options.pop("num_rows")
-    most = exchange_ops.pack_rows(*there, **options)  # as many as there can be, and those that there are come first
+    most = exchange_ops.pack_rows(*there, **options)  # the maximum number of rows, with the valid ones first
     assert most.shape[0] == row_packing.pack_rows.reference(*args, **options).shape[0] == tokens * (3 if dedup else 4)
-    layout = row_packing.layout_of_rows([x, more], [weights, floats], place, num_slots=slots, dedup=dedup)
+    layout = row_packing.layout_of_rows([x, extra], [weights, floats], place, num_slots=slots, dedup=dedup)
     assert layout.columns[-1].dtype is torch.int16
     for a, b, c in zip(layout.views(got), layout.views(want), layout.views(most[:num_rows]), strict=True):
-        same(a, b)
-        same(c, b)
+        check_equal(a, b)
+        check_equal(c, b)
     columns = dict(dtypes=[c.dtype_name for c in layout.columns], widths=[c.width for c in layout.columns])
     parts = [want[:4], want[4:4], want[4:]]
     split = exchange_ops.split_columns([p.to(device) for p in parts], **columns)
     for a, b in zip(split, row_packing.split_columns.reference(parts, **columns), strict=True):
-        same(a, b)
+        check_equal(a, b)
     *_, places = exchange_ops.split_columns([p.to(device) for p in parts], **columns, places=True)
-    same(places, split[-1].cpu().int())
+    check_equal(places, split[-1].cpu().int())
     for a, b in zip(layout.views(exchange_ops.join_columns(split)), layout.views(want), strict=True):
-        same(a, b)
+        check_equal(a, b)
 
 
 def test_exchanges_without_rows_run(device):
@@ -90,7 +90,7 @@ def test_destinations_equal_the_reference(device, moved, keep):
     places = torch.randperm(7).tolist() if moved else list(range(7))
     kept = torch.rand(ids.shape) < 0.5 if keep else None
     got = exchange_ops.place_choices(ids.to(device), None if kept is None else kept.to(device), places=places)
-    same(got, exchange_routes.place_choices.reference(ids, kept, places=places))
+    check_equal(got, exchange_routes.place_choices.reference(ids, kept, places=places))
 
 
 @pytest.mark.sampled(5)
@@ -106,8 +106,9 @@ def test_plans_and_counts_equal_the_reference(device, dedup, levels):
         exchange_routes.plan_dispatch.reference(place, **options),
         strict=True,
     ):
-        same(got, want)
+        check_equal(got, want)
     for near in ([], [2, 4] if ranks == 8 else [3, 6]) if len(levels) > 1 else ([],):
         counted = dict(levels=levels, num_slots=5, dedup=dedup, near=near, fingerprint=2**55 + 3)
-        same(exchange_ops.count_rows(there, **counted), exchange_routes.count_rows.reference(place, **counted))
-        same(exchange_ops.count_rows(there[:0], **counted), exchange_routes.count_rows.reference(place[:0], **counted))
+        check_equal(exchange_ops.count_rows(there, **counted), exchange_routes.count_rows.reference(place, **counted))
+        empty = exchange_routes.count_rows.reference(place[:0], **counted)
+        check_equal(exchange_ops.count_rows(there[:0], **counted), empty)

@@ -1,4 +1,4 @@
-"""`expert_mlp` in Triton against the reference, for each way to launch it."""
+"""`expert_mlp` in Triton equals the reference for each launch configuration."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from moefx.lowering.triton.tile_configs import Config
 from moefx.lowering.triton.weight_operands import Weights
 
 from ...covering import covering
-from ...ir.routings import LAYERS, Layer, Routing, random_routing
+from ...ir.routings import LAYERS, Layer, Routing, draw_routing
 
 LINEAR = {name: make for name, make in LAYERS.items() if name != "nonlinear_out"}
 SMALL = Config(32, 32, 16, warps=4, stages=2, group=2, slices=2)
-# Every way to cut and launch that there is.
+# All kinds of tiles and launches.
 CONFIGS = {
     "sliced": SMALL,
     "separate": dataclasses.replace(SMALL, fused=False),
@@ -34,7 +34,7 @@ CONFIGS = {
 }
 
 
-def on(device: str, layer: Layer, dtype: torch.dtype) -> Layer:
+def move_layer(device: str, layer: Layer, dtype: torch.dtype) -> Layer:
     def move(tensors: list[Tensor]) -> list[Tensor]:
         return [t.detach().to(device, dtype).requires_grad_() for t in tensors]
 
@@ -42,7 +42,7 @@ def on(device: str, layer: Layer, dtype: torch.dtype) -> Layer:
     return dataclasses.replace(layer, **lists)
 
 
-def outputs_and_gradients(layer: Layer, routing: Routing, x: Tensor, weights: Tensor, grad: Tensor, **options):
+def run_and_differentiate(layer: Layer, routing: Routing, x: Tensor, weights: Tensor, grad: Tensor, **options):
     x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
     out = layer.fused(x, routing, weights, **options)
     leaves = [x, weights, *layer.parameters]
@@ -52,17 +52,17 @@ def outputs_and_gradients(layer: Layer, routing: Routing, x: Tensor, weights: Te
 def check(
     make, device: str, dtype: torch.dtype, routing: Routing, d: int, h: int, arrange=lambda layer: layer, **options
 ) -> None:
-    """Every output and gradient against float64: no further off than twice the torch provider, and some.
+    """Compare outputs and gradients with float64: at most twice the error of the torch provider, plus a small term.
 
     `arrange` lays out the parameters.
     """
     exact_layer = make(routing.num_experts, d, h)
-    exact_layer = on("cpu", on("cpu", exact_layer, dtype), torch.float64)
-    layer = arrange(on(device, exact_layer, dtype))
+    exact_layer = move_layer("cpu", move_layer("cpu", exact_layer, dtype), torch.float64)
+    layer = arrange(move_layer(device, exact_layer, dtype))
     num_tokens = routing.topk_ids.shape[0]
     x, grad = torch.randn(num_tokens, d).to(dtype), torch.randn(num_tokens, d).to(dtype)
     weights = routing.topk_weights.to(dtype)
-    exact = outputs_and_gradients(exact_layer, routing, x.double(), weights.double(), grad.double(), **options)
+    exact = run_and_differentiate(exact_layer, routing, x.double(), weights.double(), grad.double(), **options)
     there = dataclasses.replace(
         routing,
         topk_ids=routing.topk_ids.to(device),
@@ -73,7 +73,7 @@ def check(
     for provider in ("segments", "triton"):
         with op_providers.force("expert_mlp", provider), op_providers.force("expert_mlp_backward", provider):
             op_providers.reset_counters()
-            results[provider] = outputs_and_gradients(*arguments, **options)
+            results[provider] = run_and_differentiate(*arguments, **options)
             counted = op_providers.counters()
             assert counted["expert_mlp", provider] == counted["expert_mlp_backward", provider] == 1
     for i, want in enumerate(exact):
@@ -92,16 +92,16 @@ def check(
 )
 def test_outputs_and_gradients_equal_the_reference(device, monkeypatch, make, dtype, keep, reduce):
     monkeypatch.setattr(run_module, "config", lambda *_: SMALL)
-    routing = random_routing(40, 2, 4)
-    routing.topk_ids[routing.topk_ids == 3] = 1  # an expert that nobody goes to
+    routing = draw_routing(40, 2, 4)
+    routing.topk_ids[routing.topk_ids == 3] = 1  # an expert without tokens
     check(make, device, dtype, routing, 48, 40, keep=keep, reduce=reduce)
 
 
 @pytest.mark.parametrize("cut, make", covering(CONFIGS, LINEAR, of=1))
 def test_every_way_to_launch(device, monkeypatch, make, cut):
     monkeypatch.setattr(run_module, "config", lambda *_: cut)
-    d, h = cut.bn + 8, cut.bn + 24  # two tiles, the second one ragged, of multiples of 8 that are none of 16
-    check(make, device, torch.bfloat16, random_routing(37, 2, 3), d, h, keep="h", reduce=True)
+    d, h = cut.bn + 8, cut.bn + 24  # two tiles, the second one partial, of multiples of 8 that are no multiples of 16
+    check(make, device, torch.bfloat16, draw_routing(37, 2, 3), d, h, keep="h", reduce=True)
 
 
 @pytest.mark.sampled(3)
@@ -110,14 +110,14 @@ def test_every_way_to_launch(device, monkeypatch, make, cut):
 def test_a_kept_activation_is_the_one_that_is_recomputed(device, monkeypatch, make, name):
     monkeypatch.setattr(run_module, "config", lambda *_: CONFIGS[name])
     torch.manual_seed(0)
-    layer, routing = on(device, make(3, 32, 24), torch.bfloat16), random_routing(19, 2, 3)
+    layer, routing = move_layer(device, make(3, 32, 24), torch.bfloat16), draw_routing(19, 2, 3)
     x, grad = torch.randn(2, 19, 32, device=device).bfloat16()
     there = dataclasses.replace(routing, topk_ids=routing.topk_ids.to(device))
     results = []
     for keep in ("h", "all"):
         with op_providers.force("expert_mlp", "triton"), op_providers.force("expert_mlp_backward", "triton"):
             weights = routing.topk_weights.to(device, torch.bfloat16)
-            results.append(outputs_and_gradients(layer, there, x, weights, grad, keep=keep, reduce=True))
+            results.append(run_and_differentiate(layer, there, x, weights, grad, keep=keep, reduce=True))
     assert all(map(torch.equal, *results))
 
 
@@ -127,14 +127,14 @@ def test_a_kept_activation_is_the_one_that_is_recomputed(device, monkeypatch, ma
 )
 def test_deferred_weight_gradients_are_equal(device, monkeypatch, make, keep, name):
     monkeypatch.setattr(run_module, "config", lambda *_: CONFIGS[name])
-    layer, routing = on(device, make(3, 32, 24), torch.bfloat16), random_routing(19, 2, 3)
+    layer, routing = move_layer(device, make(3, 32, 24), torch.bfloat16), draw_routing(19, 2, 3)
     x, grad = torch.randn(2, 19, 32, device=device).bfloat16()
     there = dataclasses.replace(routing, topk_ids=routing.topk_ids.to(device))
     for reduce in (False, True):
         with op_providers.force("expert_mlp", "triton"), op_providers.force("expert_mlp_backward", "triton"):
-            given = layer, there, x, routing.topk_weights.to(device, torch.bfloat16), grad
+            arguments = layer, there, x, routing.topk_weights.to(device, torch.bfloat16), grad
             want, got = (
-                outputs_and_gradients(*given, keep=keep, reduce=reduce, later=later) for later in (False, True)
+                run_and_differentiate(*arguments, keep=keep, reduce=reduce, later=later) for later in (False, True)
             )
         assert all(map(torch.equal, got, want))
 
@@ -144,9 +144,9 @@ def test_deferred_weight_gradients_are_equal(device, monkeypatch, make, keep, na
     covering({"sliced": "sliced", "separate": "separate"}, {"h": "h", "all": "all"}, LINEAR, of=1),
 )
 def test_dh_takes_the_place_of_h(device, monkeypatch, make, keep, name):
-    """Where it may: with the same gradients, bit by bit."""
+    """Write dh into h if allowed, with bitwise equal gradients."""
     monkeypatch.setattr(run_module, "config", lambda *_: CONFIGS[name])
-    layer, routing = on(device, make(3, 32, 24), torch.bfloat16), random_routing(19, 2, 3)
+    layer, routing = move_layer(device, make(3, 32, 24), torch.bfloat16), draw_routing(19, 2, 3)
     there = dataclasses.replace(routing, topk_ids=routing.topk_ids.to(device))
     token_ids, _, offsets, inverse, w = there.build(routing.topk_weights.to(device, torch.bfloat16))
     x, grad = torch.randn(2, 19, 32, device=device).bfloat16()
@@ -163,13 +163,13 @@ def test_dh_takes_the_place_of_h(device, monkeypatch, make, keep, name):
     assert all(map(torch.equal, *results))
 
 
-def spaced(tensors: list[Tensor]) -> list[Tensor]:
-    """The same in one storage."""
+def stack_storage(tensors: list[Tensor]) -> list[Tensor]:
+    """Copy the tensors into one storage."""
     return [t.requires_grad_() for t in torch.stack([t.detach() for t in tensors]).unbind(0)]
 
 
-def apart(tensors: list[Tensor]) -> list[Tensor]:
-    """The same at addresses that are not equally spaced, each aligned."""
+def separate(tensors: list[Tensor]) -> list[Tensor]:
+    """Copy the tensors to aligned addresses that are not equally spaced."""
     storage = torch.empty(2 * sum(t.numel() + 256 for t in tensors), dtype=tensors[0].dtype, device=tensors[0].device)
     out, start = [], 0
     for i, t in enumerate(tensors):
@@ -178,32 +178,32 @@ def apart(tensors: list[Tensor]) -> list[Tensor]:
     return out
 
 
-def turned(tensors: list[Tensor]) -> list[Tensor]:
-    """The same with other strides."""
+def transpose_storage(tensors: list[Tensor]) -> list[Tensor]:
+    """Copy the tensors with other strides."""
     return [t.detach().mT.contiguous().mT.requires_grad_() for t in tensors]
 
 
 LAYOUTS = {
-    "spaced": (spaced, spaced, {"view"}),
-    "apart": (apart, apart, {"table"}),
-    "one apart": (spaced, apart, {"table"}),
-    "one turned": (spaced, turned, {"stacked_copy"}),
-    "turned": (turned, turned, {"table"}),
+    "spaced": (stack_storage, stack_storage, {"view"}),
+    "apart": (separate, separate, {"table"}),
+    "one apart": (stack_storage, separate, {"table"}),
+    "one turned": (stack_storage, transpose_storage, {"stacked_copy"}),
+    "turned": (transpose_storage, transpose_storage, {"table"}),
 }
 
 
 @pytest.mark.parametrize("gate, up, paths", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_separate_parameters_at_any_addresses(device, monkeypatch, gate, up, paths):
     monkeypatch.setattr(run_module, "config", lambda *_: SMALL)
-    layer = on(device, LINEAR["swiglu_list"](4, 32, 16), torch.float32)
-    x, grad, routing = torch.randn(20, 32), torch.randn(20, 32), random_routing(20, 2, 4, torch.float32)
+    layer = move_layer(device, LINEAR["swiglu_list"](4, 32, 16), torch.float32)
+    x, grad, routing = torch.randn(20, 32), torch.randn(20, 32), draw_routing(20, 2, 4, torch.float32)
     routing = Routing(routing.topk_ids.to(device), routing.topk_weights.to(device), 4)
     arguments = (routing, x.to(device), routing.topk_weights, grad.to(device))
-    want = outputs_and_gradients(layer, *arguments)
-    layer = dataclasses.replace(layer, up=[*gate(layer.up[:4]), *up(layer.up[4:])], down=apart(layer.down))
+    want = run_and_differentiate(layer, *arguments)
+    layer = dataclasses.replace(layer, up=[*gate(layer.up[:4]), *up(layer.up[4:])], down=separate(layer.down))
     with op_providers.force("expert_mlp", "triton"), op_providers.force("expert_mlp_backward", "triton"):
         op_providers.reset_counters()
-        got = outputs_and_gradients(layer, *arguments)
+        got = run_and_differentiate(layer, *arguments)
     assert paths <= set(op_providers.weight_paths())
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
@@ -211,7 +211,7 @@ def test_separate_parameters_at_any_addresses(device, monkeypatch, gate, up, pat
 @pytest.mark.sampled(2)  # separate and stacked parameters
 @pytest.mark.parametrize("make", LINEAR.values(), ids=LINEAR.keys())
 def test_offsets_of_more_than_32_bits(device, monkeypatch, make):
-    """Matrices whose rows lie far apart: here any."""
+    """Use 64-bit offsets, as for matrices with distant rows; here for all matrices."""
     monkeypatch.setattr(run_module, "config", lambda *_: SMALL)
     monkeypatch.setattr(weights, "_MAX_OFFSET", 0)
     seen, stock = set(), Weights.operand
@@ -221,16 +221,16 @@ def test_offsets_of_more_than_32_bits(device, monkeypatch, make):
         return found
 
     monkeypatch.setattr(Weights, "operand", operand)
-    check(make, device, torch.float32, random_routing(37, 2, 3), 48, 40, spaced_out, keep="h", reduce=True)
+    check(make, device, torch.float32, draw_routing(37, 2, 3), 48, 40, move_expert_axis_inside, keep="h", reduce=True)
     assert seen == {"strided, wide"}
 
 
-def spaced_out(layer: Layer) -> Layer:
-    """The experts' axis inside, as in one [out, E, in]."""
+def move_expert_axis_inside(layer: Layer) -> Layer:
+    """Move the experts' axis inside, as in one tensor [out, E, in]."""
     up, down = (
         [t.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for t in group]
         if group[0].dim() == 3
-        else spaced(group)
+        else stack_storage(group)
         for group in (layer.up, layer.down)
     )
     return dataclasses.replace(layer, up=up, down=down)
@@ -242,9 +242,9 @@ def test_matrices_that_need_64_bits():
 
 
 def test_experts_of_several_dtypes(device, monkeypatch):
-    """Under autocast some may be cast already."""
+    """Accept experts of several dtypes: autocast may have cast some."""
     monkeypatch.setattr(run_module, "config", lambda *_: SMALL)
-    layer, routing = on(device, LINEAR["swiglu_list"](4, 32, 16), torch.float32), random_routing(20, 2, 4)
+    layer, routing = move_layer(device, LINEAR["swiglu_list"](4, 32, 16), torch.float32), draw_routing(20, 2, 4)
     there = dataclasses.replace(routing, topk_ids=routing.topk_ids.to(device))
     token_ids, _, offsets, inverse, w = there.build(routing.topk_weights.to(device, torch.bfloat16))
     x = torch.randn(20, 32, device=device).bfloat16()
@@ -260,7 +260,7 @@ def test_experts_of_several_dtypes(device, monkeypatch):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("setting", ["torch.backends.fp32_precision", "torch.backends.cuda.matmul.fp32_precision"])
 def test_precision_set_by_the_newer_api_of_torch(setting):
-    """Which makes torch refuse to be asked in the older one."""
+    """Read the precision from torch's new API, after which the old one raises."""
     program = f"""
 import torch
 from moefx.lowering.triton import expert_mlp_call as call
@@ -273,14 +273,14 @@ print(call.matmul_precision(torch.zeros(1)), call.matmul_precision(torch.zeros(1
 
 
 def test_parts_of_separate_parameters_need_not_be_aligned():
-    matrices = apart([torch.randn(6, 6) for _ in range(3)])
+    matrices = separate([torch.randn(6, 6) for _ in range(3)])
     (weights,) = Weights.of_groups([matrices], True, torch.float32)
-    halves = [weights.columns(None, 3, 1), weights.columns(3, None, 1)]  # the second begins at 72 bytes
+    halves = [weights.columns(None, 3, 1), weights.columns(3, None, 1)]  # the second half begins at 72 bytes
     accesses = [half.operand(backward=False, block=None).access for half in halves]
     assert accesses == ["table", "table, unaligned"]
 
 
-@pytest.mark.parametrize("arrange", [list, turned])
+@pytest.mark.parametrize("arrange", [list, transpose_storage])
 def test_halves_of_separate_parameters_at_odd_widths(device, monkeypatch, arrange):
     monkeypatch.setattr(run_module, "config", lambda *_: SMALL)
 
@@ -295,13 +295,13 @@ def test_halves_of_separate_parameters_at_odd_widths(device, monkeypatch, arrang
     def arranged(layer: Layer) -> Layer:
         return dataclasses.replace(layer, up=arrange(layer.up))
 
-    check(make, device, torch.float32, random_routing(20, 2, 4), 13, 7, arranged, keep="h", reduce=True)
+    check(make, device, torch.float32, draw_routing(20, 2, 4), 13, 7, arranged, keep="h", reduce=True)
 
 
 def test_arguments_need_not_be_contiguous(device, monkeypatch):
     monkeypatch.setattr(run_module, "config", lambda *_: SMALL)
-    layer = on(device, LINEAR["swiglu_list"](4, 32, 16), torch.float32)
-    routing = random_routing(20, 2, 4, torch.float32)
+    layer = move_layer(device, LINEAR["swiglu_list"](4, 32, 16), torch.float32)
+    routing = draw_routing(20, 2, 4, torch.float32)
     routing = Routing(routing.topk_ids.to(device), routing.topk_weights.to(device), 4)
     token_ids, _, offsets, inverse, w = routing.build()
     x = torch.randn(20, 32, device=device)
@@ -319,8 +319,8 @@ def test_arguments_need_not_be_contiguous(device, monkeypatch):
         assert torch.equal(want, got)
 
 
-def two_biased_projections(num_experts: int, d: int, h: int, dtype: torch.dtype = torch.float64) -> Layer:
-    """Of the biases one is a half of a stack of both, so that their strides differ."""
+def make_two_biased_projections(num_experts: int, d: int, h: int, dtype: torch.dtype = torch.float64) -> Layer:
+    """Use a half of a stack as one of the biases, so that their strides differ."""
     up = [torch.randn(num_experts, h, d, dtype=dtype) for _ in range(2)]
     down = torch.randn(num_experts, d, h, dtype=dtype)
     biases = [torch.randn(num_experts, 2 * h, dtype=dtype)[:, :h], torch.randn(num_experts, h, dtype=dtype)]
@@ -347,5 +347,5 @@ def test_biases_of_two_projections_need_not_have_equal_strides(device, monkeypat
         wide = torch.cat([wide, wide + 1], 1)[:, : wide.shape[1]]
         return dataclasses.replace(layer, up_bias=[wide.requires_grad_(), other.requires_grad_()])
 
-    routing = random_routing(37, 2, 4)
-    check(two_biased_projections, device, torch.float32, routing, 20, 12, with_strides, keep="h", reduce=True)
+    routing = draw_routing(37, 2, 4)
+    check(make_two_biased_projections, device, torch.float32, routing, 20, 12, with_strides, keep="h", reduce=True)

@@ -1,4 +1,4 @@
-"""Replayed calls equal their host code, and calls that differ are recorded anew."""
+"""Replayed calls equal their host code, and different calls are recorded again."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from moefx.lowering.triton.tape_playback import Allocate, Free
 
 from ...covering import covering
 from ...ir.routings import Layer, Routing
-from .test_expert_mlp_call import CONFIGS, LINEAR, on, outputs_and_gradients
+from .test_expert_mlp_call import CONFIGS, LINEAR, move_layer, run_and_differentiate
 
 RECORDED = ("build_pft", "expert_mlp", "expert_mlp_backward")
 
 
 @pytest.fixture
 def plays(monkeypatch) -> list[launch_replay.Tape]:
-    """The tapes that are played."""
+    """Collect the tapes that are played."""
     seen, stock = [], launch_replay.Tape.play
     monkeypatch.setattr(launch_replay.Tape, "play", lambda self, *args: seen.append(self) or stock(self, *args))
     return seen
 
 
-def results(
+def run_with_tapes(
     layer: Layer, device: str, seed: int, tapes: dict, monkeypatch, num_tokens: int = 17, num_rows: int | None = None,
     **options,
 ) -> list[Tensor]:  # fmt: skip
-    """Output and gradients for tensors and a routing that come from the seed, with these tapes at hand."""
-    # As on a GPU, where gradients of separate parameters are one stack.
+    """Return output and gradients for tensors and a routing from the seed, with these tapes."""
+    # As on a GPU, where gradients of separate parameters form one stack.
     monkeypatch.setattr(expert_gemms, "separate_gradients", lambda *_: False)
     monkeypatch.setattr(launch_replay, "_tapes", tapes)
     torch.manual_seed(seed)
@@ -48,7 +48,7 @@ def results(
     with contextlib.ExitStack() as stack:
         for op in (*RECORDED, "build_pft_backward"):
             stack.enter_context(op_providers.force(op, "triton"))
-        return outputs_and_gradients(layer, routing, x.to(device), weights.to(device), grad.to(device), **options)
+        return run_and_differentiate(layer, routing, x.to(device), weights.to(device), grad.to(device), **options)
 
 
 WAYS = {name: (name, keep) for name, keep in (("separate", "h"), ("sliced", "x"), ("descriptors", "all"))}
@@ -57,12 +57,12 @@ WAYS = {name: (name, keep) for name, keep in (("separate", "h"), ("sliced", "x")
 @pytest.mark.parametrize("make, name, keep", covering(LINEAR, WAYS, of=1))
 def test_a_replayed_call_equals_its_host_code(device, monkeypatch, plays, make, name, keep):
     monkeypatch.setattr(run_module, "config", lambda *_: CONFIGS[name])
-    layer, tapes = on(device, make(3, 32, 40), torch.float32), {}
+    layer, tapes = move_layer(device, make(3, 32, 40), torch.float32), {}
     options = dict(keep=keep, reduce=True)
-    results(layer, device, 0, tapes, monkeypatch, **options)
+    run_with_tapes(layer, device, 0, tapes, monkeypatch, **options)
     assert len(tapes) == len(RECORDED) and not plays
-    got = results(layer, device, 1, tapes, monkeypatch, **options)
-    want = results(layer, device, 1, {}, monkeypatch, **options)
+    got = run_with_tapes(layer, device, 1, tapes, monkeypatch, **options)
+    want = run_with_tapes(layer, device, 1, {}, monkeypatch, **options)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     assert len(plays) == len(RECORDED)
 
@@ -71,32 +71,32 @@ def test_a_replayed_call_equals_its_host_code(device, monkeypatch, plays, make, 
 @pytest.mark.parametrize("reduce", [True, False])
 @pytest.mark.parametrize("name", ["descriptors", "separate"])
 def test_numbers_of_tokens_are_on_no_tape(device, monkeypatch, plays, name, reduce):
-    """The number of other ranks' rows changes with every call; `padded_row_count` keeps the buffers' size."""
+    """Replay calls with different numbers of tokens: `padded_row_count` keeps the sizes of the buffers."""
     monkeypatch.setattr(run_module, "config", lambda *_: CONFIGS[name])
-    layer, tapes = on(device, LINEAR["swiglu_list"](3, 32, 40), torch.float32), {}
+    layer, tapes = move_layer(device, LINEAR["swiglu_list"](3, 32, 40), torch.float32), {}
     for number, num_tokens in enumerate((17, 23)):
         options = dict(num_tokens=num_tokens, num_rows=30, reduce=reduce)
-        got = results(layer, device, 1, tapes, monkeypatch, **options)
+        got = run_with_tapes(layer, device, 1, tapes, monkeypatch, **options)
         assert len(tapes) == 2 and len(plays) == 2 * number
-        want = results(layer, device, 1, {}, monkeypatch, **options)
+        want = run_with_tapes(layer, device, 1, {}, monkeypatch, **options)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_other_parameters_are_another_call(device, monkeypatch, plays):
     tapes = {}
-    layers = [on(device, LINEAR["swiglu_list"](3, 32, 40), torch.float32) for _ in range(2)]
+    layers = [move_layer(device, LINEAR["swiglu_list"](3, 32, 40), torch.float32) for _ in range(2)]
     for layer in layers:
-        results(layer, device, 0, tapes, monkeypatch)
-    assert len(tapes) == 1 + 2 * 2 and len(plays) == 1  # routing is the same
+        run_with_tapes(layer, device, 0, tapes, monkeypatch)
+    assert len(tapes) == 1 + 2 * 2 and len(plays) == 1  # the routing is the same
 
 
 def test_changes_in_place_are_seen(device, monkeypatch, plays):
-    layer, tapes = on(device, LINEAR["interleaved_clamped"](3, 32, 40), torch.float32), {}
-    before = results(layer, device, 0, tapes, monkeypatch)
+    layer, tapes = move_layer(device, LINEAR["interleaved_clamped"](3, 32, 40), torch.float32), {}
+    before = run_with_tapes(layer, device, 0, tapes, monkeypatch)
     with torch.no_grad():
         layer.down[0].mul_(2)
         layer.down_bias[0].mul_(2)
-    torch.testing.assert_close(results(layer, device, 0, tapes, monkeypatch)[0], 2 * before[0])
+    torch.testing.assert_close(run_with_tapes(layer, device, 0, tapes, monkeypatch)[0], 2 * before[0])
     assert len(plays) == len(RECORDED)
 
 
@@ -114,11 +114,11 @@ VIEWS = {"turned": lambda w: w.view(3, 2).mT, "part": lambda w: w[:, 1:], "flat"
 @pytest.mark.parametrize("of", [*VIEWS.values(), lambda w: w], ids=[*VIEWS, "itself"])
 @pytest.mark.parametrize("is_first", [True, False])
 def test_constants_of_one_storage_are_distinguished(monkeypatch, plays, of, is_first):
-    """Parameters that begin at one address, say: what is made of one is made of that one when it is played."""
+    """Distinguish parameters at the same address: a tape replays each launch with its own parameter."""
     monkeypatch.setattr(launch_replay, "_tapes", {})
     w = torch.arange(6.0).view(2, 3)
     constants = (w, of(w)) if is_first else (of(w), w)
-    for source in (w, of(w), w[1:, ::2]):  # the last one is none of them, but a view of both
+    for source in (w, of(w), w[1:, ::2]):  # the last one is a view of both
         got = [
             launch_replay.replay_or_record(
                 str(source), (torch.zeros(4),), constants, lambda t=source: [launch_replay.apply(torch.clone, t)]
@@ -191,11 +191,11 @@ def test_memory_is_freed_when_the_host_code_frees_it(device, monkeypatch):
 
 def test_a_replay_counts_weights_equally(device, monkeypatch, plays):
     monkeypatch.setattr(run_module, "config", lambda *_: CONFIGS["sliced"])
-    layer, tapes, counted = on(device, LINEAR["weight_before"](3, 32, 40), torch.float32), {}, []
-    layer.down[0] = layer.down[0].detach().mT.contiguous().mT.requires_grad_()  # one with other strides: a copy
+    layer, tapes, counted = move_layer(device, LINEAR["weight_before"](3, 32, 40), torch.float32), {}, []
+    layer.down[0] = layer.down[0].detach().mT.contiguous().mT.requires_grad_()  # other strides need a copy
     for _ in range(2):
         op_providers.reset_counters()
-        results(layer, device, 0, tapes, monkeypatch)
+        run_with_tapes(layer, device, 0, tapes, monkeypatch)
         counted.append({path: n for path, n in op_providers.weight_paths().items() if n})
     assert counted[0] == counted[1] and counted[0]["stacked_copy"] and plays
 
@@ -203,7 +203,7 @@ def test_a_replay_counts_weights_equally(device, monkeypatch, plays):
 def test_a_replay_gives_ignored_weights_zero_gradients(device, monkeypatch, plays):
     monkeypatch.setattr(run_module, "config", lambda *_: CONFIGS["sliced"])
     monkeypatch.setattr(launch_replay, "_tapes", {})
-    layer = on(device, LINEAR["weight_before"](3, 32, 40), torch.float32)
+    layer = move_layer(device, LINEAR["weight_before"](3, 32, 40), torch.float32)
     body = dataclasses.replace(layer.body, act=("silu", "a0")).to_json()
     routing = Routing(torch.rand(33, 3).argsort(1)[:, :2].to(device), torch.rand(33, 2, device=device), 3)
     token_ids, _, offsets, inverse, weights = routing.build()
@@ -211,7 +211,7 @@ def test_a_replay_gives_ignored_weights_zero_gradients(device, monkeypatch, play
     args = (x, token_ids, offsets, inverse, weights, layer.up, layer.up_bias, layer.down, layer.down_bias)
     needs = [False, True, False, False, False, False]
     for _ in range(3):
-        poison = torch.full((66,), float("nan"), device=device)  # what the next allocation may find
+        poison = torch.full((66,), float("nan"), device=device)  # the next allocation may reuse this memory
         del poison
         (got,) = expert_mlp_steps.expert_mlp_backward(grad, *args, [], body=body, keep="x", needs=needs)
         assert got.shape == weights.shape and not got.any() and not got.isnan().any()

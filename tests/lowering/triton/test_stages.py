@@ -15,7 +15,7 @@ SMALL = Shape("small", T=24, d=32, h=16, E=4, K=2)
 
 
 def test_the_stages_of_a_step(device, monkeypatch):
-    """Their GEMMs are those of a step, they must move what a step must, and each does its work."""
+    """Run all stages: their GEMMs, bytes and results are those of a step."""
 
     def one(work):
         work()
@@ -36,12 +36,12 @@ def test_the_stages_of_a_step(device, monkeypatch):
         torch.testing.assert_close(torch.cat([gate, up], 1), hidden, rtol=0.02, atol=0.02)
         act = case.act[start:stop].float()
         torch.testing.assert_close(act, torch.nn.functional.silu(gate) * up, rtol=0.02, atol=0.02)
-        grad = case.grad_hidden[start:stop].float() @ case.w1[e].float()  # `grad_x`, which wrote last
+        grad = case.grad_hidden[start:stop].float() @ case.w1[e].float()  # `grad_x` wrote last
         torch.testing.assert_close(case.out[start:stop].float(), grad, rtol=0.05, atol=0.05)
 
 
 def test_the_parts_of_a_forward(device):
-    """Both systems compute the same from the same: arrays of the routing, rows, and their weighted sum."""
+    """Compare both systems on equal inputs: routing arrays, rows, and the weighted sum of rows."""
     case = MlpPieces(SMALL, device=device)
     parts = case.list_parts()
     assert list(parts) == ["gating", "dispatch", "experts", "combine"]

@@ -1,4 +1,4 @@
-"""Tapes: buffers that overlap, the order of launches, and batches as CUDA graphs."""
+"""Tapes: overlapping buffers, the order of launches, and batches as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from moefx.lowering.triton import launch_replay, tape_playback
 from moefx.lowering.triton.tape_playback import Allocate, Apply, Free, Launch, LaunchBatch, Playback
 
 from ...ir.routings import Routing
-from .test_expert_mlp_call import LINEAR, on
+from .test_expert_mlp_call import LINEAR, move_layer
 
 CPU = torch.device("cpu")
 
 
-def random_tape(seed: int) -> tuple[list, list[int], dict[int, int]]:
-    """Steps that allocate, launch and free, the results' slots, and the bytes of each buffer."""
+def draw_tape(seed: int) -> tuple[list, list[int], dict[int, int]]:
+    """Return steps that allocate, launch and free, the results' slots, and the bytes of each buffer."""
     draw = random.Random(seed)
     sizes, alive, steps = dict[int, int](), list[int](), []
     for _ in range(60):
@@ -47,7 +47,7 @@ def random_tape(seed: int) -> tuple[list, list[int], dict[int, int]]:
 @pytest.mark.parametrize("seed", range(8))
 def test_buffers_of_the_workspace_overlap_only_if_one_is_free(monkeypatch, seed):
     monkeypatch.setattr(tape_playback.launching, "INTERPRETED", False)
-    steps, results, sizes = random_tape(seed)
+    steps, results, sizes = draw_tape(seed)
     moved_steps, total = tape_playback._use_workspace(steps, results, 1 + len(sizes))
     launches = [s for s in steps if isinstance(s, Launch)]
     moved_launches = [s for s in moved_steps if isinstance(s, Launch)]
@@ -58,14 +58,14 @@ def test_buffers_of_the_workspace_overlap_only_if_one_is_free(monkeypatch, seed)
                 assert place.setdefault(slot, offset) == offset, "a buffer moved"
             else:
                 assert now == slot
-    (made,) = [s for s in moved_steps if isinstance(s, Allocate) and s.slot == workspace]
+    (buffer,) = [s for s in moved_steps if isinstance(s, Allocate) and s.slot == workspace]
     alive: set[int] = set()
     for step in steps:
         if isinstance(step, Allocate) and step.slot in place:
             alive.add(step.slot)
             spans = sorted((place[s], place[s] + sizes[s]) for s in alive if sizes[s])
             assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
-            assert max((end for _, end in spans), default=0) <= made.num_bytes
+            assert max((end for _, end in spans), default=0) <= buffer.num_bytes
         elif isinstance(step, Free):
             alive.discard(step.slot)
     assert place, "the tape moves no buffer"
@@ -101,14 +101,14 @@ class FakeGraph:
 
 @pytest.fixture
 def captures(monkeypatch) -> list[FakeGraph]:
-    """Graphs that were captured, on a machine that needs no GPU."""
-    made: list[FakeGraph] = []
+    """Collect captured graphs, on a machine without a GPU."""
+    graphs: list[FakeGraph] = []
     monkeypatch.setattr(tape_playback, "_uses_graphs", True)
     monkeypatch.setattr(tape_playback, "_batches", weakref.WeakSet())
     monkeypatch.setattr(tape_playback, "_attempts_to_skip", 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(tape_playback, "_capture_graph", lambda *_: made.append(FakeGraph()) or made[-1])
-    return made
+    monkeypatch.setattr(tape_playback, "_capture_graph", lambda *_: graphs.append(FakeGraph()) or graphs[-1])
+    return graphs
 
 
 def make_batch(done: list[int]) -> LaunchBatch:
@@ -168,7 +168,7 @@ def test_graphs_that_do_not_run_make_room_for_others(captures, monkeypatch):
     for x in inputs[:3] * 2:
         batch([x])
     assert len(batch.graphs) == 3
-    for x in [*inputs[3:4] * 2, *inputs[:2]]:  # all three graphs ran since the last look: no room
+    for x in [*inputs[3:4] * 2, *inputs[:2]]:  # all three graphs ran since the last check: no space
         batch([x])
     assert len(captures) == 3
     monkeypatch.setattr(tape_playback, "_attempts_to_skip", 0)
@@ -183,7 +183,7 @@ def test_graphs_that_do_not_run_make_room_for_others(captures, monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_batch_at_known_addresses_is_one_graph(monkeypatch):
     monkeypatch.setattr(launch_replay, "_tapes", tapes := {})
-    layer = on("cuda", LINEAR["weight_before"](3, 32, 40), torch.float32)
+    layer = move_layer("cuda", LINEAR["weight_before"](3, 32, 40), torch.float32)
 
     def run(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
         for p in layer.parameters:
@@ -207,7 +207,7 @@ def test_a_batch_at_known_addresses_is_one_graph(monkeypatch):
     expected = {seed: run(*inputs(seed)) for seed in range(3)}
     expected |= {seed: run(*inputs(seed)) for seed in range(3)}
     monkeypatch.setattr(tape_playback, "_uses_graphs", True)
-    own = inputs(0)
+    first_inputs = inputs(0)
     for seed in (0, 1, 2, 0, 1, 2):  # the same addresses, other values
         with torch.no_grad():
             for mine, other in zip(own, inputs(seed), strict=True):

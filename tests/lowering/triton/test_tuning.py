@@ -26,15 +26,15 @@ from moefx.lowering.triton.tile_configs import KERNELS, Config
 
 from ...covering import covering
 from ...ir.routings import Routing, interleaved_clamped, swiglu_list, weight_before
-from .test_expert_mlp_call import on, outputs_and_gradients
+from .test_expert_mlp_call import move_layer, run_and_differentiate
 
 CPU, SHAPE = torch.device("cpu"), (768, 2048, 1024)
-FAR = (768, 2048, 60)  # of which the table has nothing
+FAR = (768, 2048, 60)  # a shape without table entries nearby
 
 
 @pytest.fixture(autouse=True)
 def table(monkeypatch, tmp_path):
-    """As in a new process on a machine where nothing has been tuned."""
+    """Start without tuned configurations, as in a new process."""
     monkeypatch.setenv("MOEFX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tuning, "_used", {})
     monkeypatch.setattr(autotune, "_spent", 0.0)
@@ -71,10 +71,10 @@ def test_float16_is_cut_as_bfloat16(hopper, monkeypatch):
             tuning.find_nearest_config(kernel, CPU, dtype, SHAPE) for dtype in (torch.bfloat16, torch.float16)
         )
         assert chosen == wanted and reason == f"{why}, bfloat16"
-    own = Config(64, 64, 64, warps=4, stages=2)  # of two that are equally near its own
-    tuning._entries(CPU).setdefault(("sm90", "float16", "up"), []).append((SHAPE, own, "here for"))
+    float16_config = Config(64, 64, 64, warps=4, stages=2)  # one of two equally near entries
+    tuning._entries(CPU).setdefault(("sm90", "float16", "up"), []).append((SHAPE, float16_config, "here for"))
     assert tuning.find_nearest_config("up", CPU, torch.float16, SHAPE)[:2] == (
-        own,
+        float16_config,
         f"tuned here for {tuning._text(SHAPE)}",
     )
 
@@ -127,7 +127,7 @@ def test_tables_of_the_user_s(hopper, monkeypatch, tmp_path):
 
 
 class Gpu:
-    """Stands for one on which some configurations are fast, and others do not fit."""
+    """Simulate a GPU on which one configuration is fastest and some do not fit."""
 
     def __init__(self, monkeypatch):
         self.fast, self.too_large, self.tried, self.seconds = None, [], [], 0.0
@@ -326,11 +326,13 @@ class TestTuning:
     ),
 )
 def test_trials_change_nothing(monkeypatch, device, case, keep):
-    """Every kernel of a call is run with other configurations first: its results are bit by bit the same, and the next
-    call plays them from a tape."""
+    """Run every kernel of a call with other configurations first:
+
+    results are bitwise equal, and the next call replays them.
+    """
     monkeypatch.setattr(experts, "separate_gradients", lambda *_: False)  # as on a GPU
     torch.manual_seed(0)
-    layer = on(device, case(3, 16, 24, torch.float32), torch.float32)
+    layer = move_layer(device, case(3, 16, 24, torch.float32), torch.float32)
     x = torch.randn(12, 16).to(device)
     ids = torch.stack([torch.randperm(3)[:2] for _ in range(12)]).to(device)
     token_ids, _, offsets, inverse, weights = Routing(ids, torch.rand(12, 2).to(device), 3).build()
@@ -369,22 +371,22 @@ def test_trials_change_nothing(monkeypatch, device, case, keep):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="times kernels on a GPU")
 def test_on_a_gpu(monkeypatch):
-    """A shape that no table has, in float32: every kernel is tuned in the first call, none in the second."""
+    """Tune every kernel in the first call of a new shape in float32, and none in the second."""
     monkeypatch.setenv("MOEFX_AUTOTUNE", "400")
     torch.manual_seed(0)
-    layer = on("cuda", swiglu_list(8, 512, 384, torch.float32), torch.float32)
+    layer = move_layer("cuda", swiglu_list(8, 512, 384, torch.float32), torch.float32)
     x, grad = torch.randn(2, 4096, 512, device="cuda")
     routing = Routing(torch.rand(4096, 8, device="cuda").argsort(1)[:, :2], torch.rand(4096, 2, device="cuda"), 8)
     results, calls = [], []
     stock = autotune.find_fastest
     monkeypatch.setattr(autotune, "find_fastest", lambda name, *args: calls.append(name) or stock(name, *args))
     for _ in range(2):
-        results.append(outputs_and_gradients(layer, routing, x, routing.topk_weights, grad, reduce=True))
+        results.append(run_and_differentiate(layer, routing, x, routing.topk_weights, grad, reduce=True))
         assert len(calls) == len(KERNELS)
     assert all(map(torch.equal, *results))
     assert all("tuned here for" in line for line in triton.list_configurations())
     assert len(autotune.read_cached_lines(tuning.gpu_name(x.device))) == len(KERNELS)
     with op_providers.force("expert_mlp", "segments"), op_providers.force("expert_mlp_backward", "segments"):
-        expected = outputs_and_gradients(layer, routing, x, routing.topk_weights, grad, reduce=True)
+        expected = run_and_differentiate(layer, routing, x, routing.topk_weights, grad, reduce=True)
     for result, want in zip(results[0], expected, strict=True):
         assert (result - want).norm() < 1e-5 * want.norm()

@@ -1,4 +1,4 @@
-"""Warp-specialized kernels, on the GPUs that have them."""
+"""Warp-specialized kernels on GPUs that support them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from moefx.lowering.triton import expert_mlp_call as run_module
 from moefx.lowering.triton import expert_mlp_steps, warp_specialized
 from moefx.lowering.triton.tile_configs import Config
 
-from ...ir.routings import Layer, Routing, random_routing
+from ...ir.routings import Layer, Routing, draw_routing
 from .aot import swiglu_halves
-from .test_expert_mlp_call import LINEAR, check, spaced
+from .test_expert_mlp_call import LINEAR, check, stack_storage
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,28 +30,30 @@ SEPARATE = dict.fromkeys(CONFIGS, dataclasses.replace(ROLES, fused=False, gather
 POINT, PRODUCT = {"hopper_up_kernel", "hopper_act_backward_kernel"}, {"hopper_rows_kernel", "hopper_outer_kernel"}
 
 
-def equally_spaced(layer: Layer) -> Layer:
-    """Separate parameters as parts of one tensor: a stack with strides."""
+def stack_parameters(layer: Layer) -> Layer:
+    """Lay out separate parameters as a stack with strides."""
     e = layer.body.down.num
     up = (
-        layer.up if len(layer.up) == 1 else [p for i in range(0, len(layer.up), e) for p in spaced(layer.up[i : i + e])]
+        layer.up
+        if len(layer.up) == 1
+        else [p for i in range(0, len(layer.up), e) for p in stack_storage(layer.up[i : i + e])]
     )
-    return dataclasses.replace(layer, up=up, down=layer.down if len(layer.down) == 1 else spaced(layer.down))
+    return dataclasses.replace(layer, up=up, down=layer.down if len(layer.down) == 1 else stack_storage(layer.down))
 
 
-def halves(num_experts: int, d: int, h: int, dtype: torch.dtype = torch.float64) -> Layer:
+def make_halves(num_experts: int, d: int, h: int, dtype: torch.dtype = torch.float64) -> Layer:
     layer = swiglu_halves(num_experts, d, h, dtype)
     for p in layer.parameters:
         torch.nn.init.normal_(p.requires_grad_().data, std=p.shape[-1] ** -0.5)
     return layer
 
 
-LAYERS = LINEAR | {"halves": halves}
+LAYERS = LINEAR | {"halves": make_halves}
 
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Names of the kernels that were launched."""
+    """Collect the names of launched kernels."""
     names: set[str] = set()
     stock = warp_specialized.launch
 
@@ -72,9 +74,9 @@ def launched(monkeypatch):
 )
 def test_outputs_and_gradients_equal_the_reference(monkeypatch, launched, make, dtype, keep, reduce, configs):
     monkeypatch.setattr(run_module, "config", lambda kernel, *_: configs[kernel])
-    routing = random_routing(700, 3, 6)
-    routing.topk_ids[routing.topk_ids == 3] = 1  # an expert that nobody goes to
-    check(make, "cuda", dtype, routing, 328, 264, equally_spaced, keep=keep, reduce=reduce)
+    routing = draw_routing(700, 3, 6)
+    routing.topk_ids[routing.topk_ids == 3] = 1  # an expert without tokens
+    check(make, "cuda", dtype, routing, 328, 264, stack_parameters, keep=keep, reduce=reduce)
     assert launched == (PRODUCT if configs is SEPARATE else PRODUCT | POINT)
 
 
@@ -82,15 +84,15 @@ def test_outputs_and_gradients_equal_the_reference(monkeypatch, launched, make, 
 @pytest.mark.parametrize("configs", [CONFIGS, NARROW, GATHERED], ids=["fused", "narrow", "gathered"])
 def test_more_tiles_than_multiprocessors(monkeypatch, launched, make, configs):
     monkeypatch.setattr(run_module, "config", lambda kernel, *_: configs[kernel])
-    check(make, "cuda", torch.bfloat16, random_routing(6000, 2, 12), 512, 768, equally_spaced, keep="h", reduce=True)
+    check(make, "cuda", torch.bfloat16, draw_routing(6000, 2, 12), 512, 768, stack_parameters, keep="h", reduce=True)
     assert launched == PRODUCT | POINT
 
 
 def test_dropped_choices_launch_the_specialized_kernels(monkeypatch, launched):
     monkeypatch.setattr(run_module, "config", lambda kernel, *_: CONFIGS[kernel])
-    routing = random_routing(300, 2, 4)
+    routing = draw_routing(300, 2, 4)
     routing = dataclasses.replace(routing, keep=torch.rand(300, 2) < 0.7)
-    check(LINEAR["swiglu_list"], "cuda", torch.bfloat16, routing, 128, 256, equally_spaced, keep="h", reduce=True)
+    check(LINEAR["swiglu_list"], "cuda", torch.bfloat16, routing, 128, 256, stack_parameters, keep="h", reduce=True)
     assert launched == PRODUCT | POINT
 
 
@@ -126,10 +128,10 @@ def test_unsupported_tensors_use_the_other_kernels(monkeypatch, launched):
         LINEAR["swiglu_list"],
         "cuda",
         torch.bfloat16,
-        random_routing(100, 2, 4),
+        draw_routing(100, 2, 4),
         65,
         33,
-        equally_spaced,
+        stack_parameters,
         keep="h",
         reduce=True,
     )
@@ -142,7 +144,7 @@ def test_results_repeat_bit_by_bit(monkeypatch, configs):
     layer = LINEAR["swiglu_list"](8, 512, 512, torch.bfloat16)
     for name in ("up", "up_bias", "down", "down_bias"):
         setattr(layer, name, [p.detach().cuda() for p in getattr(layer, name)])
-    routing = random_routing(3000, 2, 8, torch.float32)
+    routing = draw_routing(3000, 2, 8, torch.float32)
     routing = Routing(routing.topk_ids.cuda(), routing.topk_weights.cuda(), 8)
     token_ids, _, offsets, inverse, w = routing.build()
     x = torch.randn(3000, 512, device="cuda", dtype=torch.bfloat16)

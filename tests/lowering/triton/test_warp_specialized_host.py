@@ -1,4 +1,4 @@
-"""Tensors that the warp-specialized kernels support, on the CPU and without a launch."""
+"""Tensors that the warp-specialized kernels support, checked on the CPU without a launch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ D, E = 256, 4
 ALL = {"hopper_up_kernel", "hopper_rows_kernel", "hopper_act_backward_kernel", "hopper_outer_kernel"}
 
 
-def launched(monkeypatch, h: int, interleaved: bool, transposed: bool, keep: str, configs=CONFIGS, x=None) -> set[str]:
+def list_launched(
+    monkeypatch, h: int, interleaved: bool, transposed: bool, keep: str, configs=CONFIGS, x=None
+) -> set[str]:
     names: set[str] = set()
     for module in (exchange_ops, warp_specialized, expert_mlp_call, expert_mlp_backward_call):
         monkeypatch.setattr(module, "launch", lambda kernel, *_, **__: names.add(kernel.__name__))
@@ -54,7 +56,7 @@ def hopper(monkeypatch):
 @pytest.mark.parametrize("keep", ["h", "x"])
 @pytest.mark.parametrize("configs", [CONFIGS, GATHERED], ids=["fused", "gathered"])
 def test_widths_that_are_multiples_of_8(monkeypatch, interleaved, transposed, keep, configs):
-    assert launched(monkeypatch, 136, interleaved, transposed, keep, configs) == ALL
+    assert list_launched(monkeypatch, 136, interleaved, transposed, keep, configs) == ALL
 
 
 @pytest.mark.parametrize("configs", [CONFIGS, NARROW, GATHERED], ids=["fused", "narrow", "gathered"])
@@ -62,14 +64,14 @@ def test_widths_that_are_multiples_of_8(monkeypatch, interleaved, transposed, ke
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("keep", ["h", "x"])
 def test_a_width_that_only_fits_doubled(monkeypatch, interleaved, transposed, keep, configs):
-    """The two parts in one row fit, each by itself does not."""
-    names = launched(monkeypatch, 132, interleaved, transposed, keep, configs)
+    """Reject a width of which only both parts together are aligned."""
+    names = list_launched(monkeypatch, 132, interleaved, transposed, keep, configs)
     assert not names & {"hopper_up_kernel", "hopper_act_backward_kernel"}
 
 
 def test_rows_that_are_not_aligned(monkeypatch):
     x = torch.empty(64, D + 1, dtype=torch.bfloat16)[:, :D]
-    names = launched(monkeypatch, 136, False, True, "h", x=x)
+    names = list_launched(monkeypatch, 136, False, True, "h", x=x)
     assert "hopper_up_kernel" not in names and "hopper_act_backward_kernel" in names
 
 
