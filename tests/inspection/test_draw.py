@@ -12,7 +12,7 @@ from moefx.inspection.draw import _arrange, draw_svg
 from moefx.inspection.outline import Box, Outline, build_outline
 from moefx.ir.block_graph import BlockGraph
 
-from ..ir.graphs import block_graph
+from ..ir.graphs import build_block_graph
 from ..pace import within
 
 aten = torch.ops.aten
@@ -67,7 +67,7 @@ def test_few_equal_experts_are_drawn_separately():
 
 
 def test_dialect_boxes_show_details():
-    boxes = by_title(build_outline(block_graph(64)))
+    boxes = by_title(build_outline(build_block_graph(64)))
     (mlp,) = boxes["expert_mlp"]
     assert mlp.kind == "dialect"
     assert mlp.details == [
@@ -86,7 +86,7 @@ def test_graphs_without_edges_are_drawn():
 
 
 @pytest.mark.parametrize(
-    "graph", [looped(64), looped(3), looped(16, chained=False), block_graph(), block_graph(fused=False)]
+    "graph", [looped(64), looped(3), looped(16, chained=False), build_block_graph(), build_block_graph(fused=False)]
 )
 def test_boxes_do_not_overlap_and_data_flows_down(graph):
     drawn = build_outline(graph)

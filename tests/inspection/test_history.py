@@ -24,17 +24,17 @@ from moefx.ir.node_values import TensorSpec
 from moefx.passes.pass_manager import PassManager
 
 from .. import golden
-from ..ir.graphs import Block, D, block_graph
+from ..ir.graphs import Block, D, build_block_graph
 
 
 def fuse(block, plan):
-    return block_graph(64, name=block.name)
+    return build_block_graph(64, name=block.name)
 
 
 def history(num_experts: int = 64) -> History:
-    start = block_graph(num_experts, fused=False)
+    start = build_block_graph(num_experts, fused=False)
     run = PassManager().run(start, [], Plan(), made_by="rewrite", ms=12.25, level="dialect")
-    fused = Snapshot(2, 2, "fuse", 1.9, 1, 7, "passes/fuse.py:88", block_graph(num_experts))
+    fused = Snapshot(2, 2, "fuse", 1.9, 1, 7, "passes/fuse.py:88", build_block_graph(num_experts))
     first = Snapshot(1, 2, "rewrite", 12.25, 11, 0, "passes/rewrite.py:40", run.graph)
     return History(start.name, (first, fused))
 

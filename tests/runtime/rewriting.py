@@ -16,7 +16,7 @@ from moefx.runtime.block_forward import BlockForward, install_forward
 from moefx.runtime.change_detection import find_absorbed_names
 from moefx.runtime.program import Program
 
-from ..ir.graphs import Block, block_graph
+from ..ir.graphs import Block, build_block_graph
 
 
 def key_of(block: nn.Module, *args: Any, **kwargs: Any) -> Specialization:
@@ -32,7 +32,7 @@ def history_of(*graphs: BlockGraph) -> History:
 
 def program_of(block: Block, x: torch.Tensor, guards: Sequence[Guard] = (), **changes: Any) -> Program:
     num_experts = len(block.experts)
-    history = history_of(block_graph(num_experts, fused=False), block_graph(num_experts))
+    history = history_of(build_block_graph(num_experts, fused=False), build_block_graph(num_experts))
     key = key_of(block, x)._replace(**changes)
     return Program(key, history, find_absorbed_names(block, history.graph), guards)
 

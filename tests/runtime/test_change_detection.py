@@ -8,11 +8,11 @@ from torch import nn
 from moefx.errors import AbsorbedModuleChanged
 from moefx.runtime.change_detection import AbsorbedModules, find_absorbed_names
 
-from ..ir.graphs import Block, block_graph
+from ..ir.graphs import Block, build_block_graph
 
 
 def test_all_but_the_kept_submodules_are_absorbed():
-    names = find_absorbed_names(Block(), block_graph())
+    names = find_absorbed_names(Block(), build_block_graph())
     assert "experts" in names and "experts.3.act" in names
     assert not any(name.startswith("router") for name in names)
 
@@ -20,7 +20,7 @@ def test_all_but_the_kept_submodules_are_absorbed():
 def test_parents_of_kept_submodules_are_kept():
     block = Block()
     block.experts.append(nn.Linear(1, 1))
-    graph = block_graph().copy()
+    graph = build_block_graph().copy()
     graph.find("router")[0].target = "experts.4"
     names = find_absorbed_names(block, graph)
     assert "experts" not in names and "experts.4" not in names
@@ -41,7 +41,7 @@ def test_links_to_absorbed_modules_are_watched_through_kept_ones():
 
 def test_the_check_is_cheap():
     block = Block(256)
-    watch = AbsorbedModules(block, find_absorbed_names(block, block_graph(256)))
+    watch = AbsorbedModules(block, find_absorbed_names(block, build_block_graph(256)))
     watch.check()
     assert len(watch.modules) == 1281
     # 35 us on an idle core, 1 % of the host time of such a layer. What a slow or busy machine does to that, it does to

@@ -20,7 +20,7 @@ from moefx.runtime.change_detection import find_absorbed_names
 from moefx.runtime.program import Program
 from moefx.util.model_copy import copy_model
 
-from ..ir.graphs import Block, D, E, block_graph
+from ..ir.graphs import Block, D, E, build_block_graph
 
 
 class Model(nn.Module):
@@ -45,7 +45,11 @@ class Model(nn.Module):
 def history(name: str = "", spoil: dict[str, Callable[[BlockGraph], BlockGraph]] | None = None) -> History:
     """Build graphs of rewrite, fuse and checkpoint. `spoil` breaks a pass and all later ones."""
     snapshots: list[Snapshot] = []
-    graphs = {"rewrite": block_graph(E, fused=False), "fuse": block_graph(E), "checkpoint": block_graph(E)}
+    graphs = {
+        "rewrite": build_block_graph(E, fused=False),
+        "fuse": build_block_graph(E),
+        "checkpoint": build_block_graph(E),
+    }
     broken = None
     for i, (pass_name, graph) in enumerate(graphs.items()):
         broken = (spoil or {}).get(pass_name, broken)
