@@ -88,7 +88,7 @@ class PlatformResults:
             device = None
             if "device" in of:
                 gemms, attention = [GemmTime(**x) for x in of["gemm"]], [AttentionTime(**x) for x in of["attention"]]
-                experts = [ExpertTime(**(x | {"shape": parse_shape(x["shape"])})) for x in of["experts"]]
+                experts = [ExpertTime(parse_shape(x.pop("shape")), **x) for x in of["experts"]]
                 device = DeviceResults(**of["device"][0], gemms=gemms, attention=attention, experts=experts)
             return cls(**run, device=device, exchanges=[RepeatedExchange(**x) for x in of.get("exchange", [])])
         except OSError as error:

@@ -43,7 +43,7 @@ FIELD_TARGETS: dict[str, tuple[str, ...]] = {
     "ep": ("axes", "plan.expert_axis"),
     "ssmb": ("plan.sequence_axis", "plan.expert_axis"),
     "zero": ("options.zero",),
-    "way": ("plan.dispatch",),
+    "dispatch": ("plan.dispatch",),
     "kept": ("plan.checkpoint",),
     "recompute": ("options.recompute",),
     "sequences": ("batch", "plan.tokens"),
@@ -186,10 +186,10 @@ def _check_nodes(entry: Entry, plan: Plan, platform: Platform) -> None:
         InvalidPlan: the nodes of this job have another size.
     """
     here = resolve_node_size(plan.node_size, dist.get_world_size())
-    if entry.layout.way in ("rbd", "halo") and plan.node_size is None and here != platform.node_size:
+    if entry.layout.dispatch in ("rbd", "halo") and plan.node_size is None and here != platform.node_size:
         raise InvalidPlan(
-            f"the entry's rows travel by nodes of {platform.node_size} ranks ({entry.layout.way!r}), and a node of "
-            f"this job has {here}: build(..., node_size={here}) takes these, or rank layouts on a platform with these "
+            f"the entry's rows travel by nodes of {platform.node_size} ranks ({entry.layout.dispatch!r}), and a node "
+            f"of this job has {here}: build(..., node_size={here}) takes these, or rank layouts on a platform with these "
             "nodes"
         )
 

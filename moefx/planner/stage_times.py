@@ -109,6 +109,6 @@ def find_most_layers(model: Architecture, layout: Layout, platform: Platform) ->
     for layers in range(even + 1, model.num_layers + 1):
         moe_layers = min(layers, model.num_moe_layers)
         larger = model.replace(num_layers=layers * layout.pp, num_moe_layers=moe_layers * layout.pp)
-        if evaluate_memory(larger, layout, platform)["M_gpu"] > platform.capacity:
+        if evaluate_memory(larger, layout, platform)["M_gpu"] > platform.memory_bytes:
             return layers - 1
     return model.num_layers

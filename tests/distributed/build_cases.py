@@ -160,7 +160,7 @@ def rank_layout(experts_first: bool = True, **sizes: Any) -> Ranking:
 
 ENTRIES: tuple[tuple[dict[str, Any], str], ...] = (  # layouts, and what the pipeline shows
     (dict(pp=2, dp=2, ep=2, recompute=True), "'1f1b', microbatches=4, layers: 1 + 1 (equal predicted times"),
-    (dict(dp=4, ep=2, zero=3, way="flat"), "layers: 2 ("),
+    (dict(dp=4, ep=2, zero=3, dispatch="flat"), "layers: 2 ("),
     (dict(dp=4, ep=2, zero=2, kept="x", experts_first=False), "layers: 2 ("),
     (dict(pp=2, dp=2, schedule="gpipe"), "'gpipe', microbatches=4, layers: 1 + 1 ("),
     (dict(dp=2, tp=2, ep=2, ssmb=True), "layers: 2 ("),
@@ -178,7 +178,7 @@ def case_entries_run() -> None:
         assert shown in repr(pipe), repr(pipe)
         graphs = [str(block.graph) for block in moefx.blocks(pipe)]
         assert all(f'keep="{sizes.get("kept", "h")}"' in graph for graph in graphs) and graphs, graphs
-        assert all(("dedup=False" in graph) == (sizes.get("way") == "flat") for graph in graphs), graphs
+        assert all(("dedup=False" in graph) == (sizes.get("dispatch") == "flat") for graph in graphs), graphs
         assert all(("plan_dispatch" in graph) == (sizes.get("ep", 1) > 1) for graph in graphs), graphs
 
 
@@ -195,7 +195,7 @@ def case_entries_of_a_ranking() -> None:
     raises(InvalidInput, "the entry of the planner is for 8 sequences of 3 tokens", pipe.step, ids, target=ids)
     with_tensor_ranks = next(i for i, entry in enumerate(ranking) if entry.layout.tp > 1)
     raises(InvalidPlan, "which moefx does not do", ranking.build, with_tensor_ranks, model, loss_fn)
-    entry = dataclasses.replace(entry, layout=dataclasses.replace(entry.layout, way="rbd"))
+    entry = dataclasses.replace(entry, layout=dataclasses.replace(entry.layout, dispatch="rbd"))
     by_nodes = dataclasses.replace(ranking, result=dataclasses.replace(ranking.result, entries=(entry,)))
     raises(InvalidPlan, "nodes of 8 ranks ('rbd'), and a node of this job has 4", by_nodes.build, 0, model, loss_fn)
     raises(InvalidPlan, "for 2 ranks, and this job has 4", rank_layouts(2).build, 0, model, loss_fn)

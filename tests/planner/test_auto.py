@@ -37,12 +37,12 @@ def unnamed(monkeypatch):
     monkeypatch.delenv("MOEFX_PLATFORM", raising=False)
 
 
-def make_mesh(**sizes: int) -> types.SimpleNamespace:
+def mesh_of(**sizes: int) -> types.SimpleNamespace:
     shape = tuple(sizes.values())
     return types.SimpleNamespace(mesh_dim_names=tuple(sizes), mesh=torch.arange(torch.Size(shape).numel()).view(shape))
 
 
-# ---------------------------------------------------------------------- axes of a mesh
+# ---------------------------------------------------------------------- the axes of a mesh
 @pytest.mark.parametrize(
     ("sizes", "found"),
     [
@@ -60,18 +60,18 @@ def make_mesh(**sizes: int) -> types.SimpleNamespace:
     ],
 )
 def test_the_uses_of_mesh_axes_are_listed(sizes, found):
-    made = list_axis_uses(make_mesh(**sizes), AUTO)
+    made = list_axis_uses(mesh_of(**sizes), AUTO)
     assert [str(use) for use in made] == [f"experts over {text}" for text in found]
     stage = torch.Size(sizes.values()).numel() // sizes.get("pp", 1)
     assert all(use.tp * use.dp == stage and use.layout().num_ranks == stage for use in made)
 
 
 def test_a_plan_leaves_less_open():
-    mesh = make_mesh(dp=2, ep=2, tp=2)
+    mesh = mesh_of(dp=2, ep=2, tp=2)
     assert [str(u) for u in list_axis_uses(mesh, Plan(checkpoint="auto"))] == ["experts over ep (2)"]
     asked = Plan(checkpoint="auto", expert_axis=("dp", "tp"), sequence_axis="tp")
     assert [str(u) for u in list_axis_uses(mesh, asked)] == ["experts over dp x tp (4), SSMB over tp"]
-    named = make_mesh(ep=2, model=4)
+    named = mesh_of(ep=2, model=4)
     assert [str(u) for u in list_axis_uses(named, AUTO)] == ["experts over ep (2)"]
     (ssmb,) = list_axis_uses(named, AUTO.replace(sequence_axis="model"))
     assert str(ssmb) == "experts over ep x model (8), SSMB over model" and ssmb.tp == 4
@@ -87,18 +87,18 @@ def test_groups_and_how_near_they_are():
         (dict(dp=2, ep=4, tp=2), (0, 2, 4, 6), True),
         (dict(ep=4, dp=2, tp=2), (0, 4, 8, 12), False),
     ):
-        use = list_axis_uses(make_mesh(**sizes), AUTO)[-1]
+        use = list_axis_uses(mesh_of(**sizes), AUTO)[-1]
         assert use.group == tuple(group) and use.experts_first(h200) is near
 
 
 def test_meshes_without_an_axis_for_experts():
     with pytest.raises(InvalidPlan, match="a mesh of pp=4 has no axis that experts can be spread over"):
-        list_axis_uses(make_mesh(pp=4), AUTO)
+        list_axis_uses(mesh_of(pp=4), AUTO)
     with pytest.raises(InvalidPlan, match="the axes of the mesh have no names"):
         list_axis_uses(types.SimpleNamespace(mesh_dim_names=None, mesh=torch.arange(4)), AUTO)
 
 
-# ---------------------------------------------------------------------- decisions
+# ---------------------------------------------------------------------- the choice
 MODEL = find_model("olmoe-1b-7b")
 
 
@@ -113,58 +113,58 @@ def told(asked: Plan = AUTO, model=MODEL, memory: float = 139e9, tokens: int = 4
     st.floats(2e9, 100e9), st.sampled_from([512, 4096, 16384]), st.sampled_from([None, 0, 3]),
 )  # fmt: skip
 def test_the_fastest_layout_that_fits_is_chosen(sizes, memory, tokens, zero):
-    mesh = make_mesh(**sizes)
-    found = decide({0: make_facts(AUTO.replace(zero=zero), memory=memory, tokens=tokens)}, 0, mesh)
+    mesh = mesh_of(**sizes)
+    found = decide({0: told(AUTO.replace(zero=zero), memory=memory, tokens=tokens)}, 0, mesh)
     first, *others = found.tried
     fits = [t for t in found.tried if t.entry.memory["M_gpu"] <= memory]
     assert bool(found.warning) == (not fits)
     assert first.entry.seconds == min(t.entry.seconds for t in fits or [first])
     assert first.lacking == min(t.lacking for t in found.tried) if not fits else first in fits
     assert len(others) == 2 * len(list_axis_uses(mesh, AUTO)) - 1
-    more = decide({0: make_facts(AUTO.replace(zero=zero), memory=2 * memory, tokens=tokens)}, 0, mesh)
+    more = decide({0: told(AUTO.replace(zero=zero), memory=2 * memory, tokens=tokens)}, 0, mesh)
     if fits and more.tried[0].entry.layout.zero == first.entry.layout.zero:
         assert more.tried[0].entry.seconds <= first.entry.seconds
     assert not found.plan.is_undecided and found.plan.tokens == tokens
 
 
 def test_experts_are_distributed_no_further_than_needed():
-    """Assume the lowest ZeRO stage that fits: the user implements ZeRO."""
-    mesh, zeros = make_mesh(dp=4, ep=2), []
+    """ZeRO's stage is the user's: the lowest with which something fits is counted on."""
+    mesh, zeros = mesh_of(dp=4, ep=2), []
     for memory in (100e9, 60e9, 30e9, 20e9):
-        found = decide({0: make_facts(memory=memory)}, 0, mesh)
+        found = decide({0: told(memory=memory)}, 0, mesh)
         zeros.append(found.tried[0].entry.layout.zero)
         assert f"mixed precision, ZeRO-{zeros[-1]}" in str(found) and ("yours to do" in str(found)) == (zeros[-1] > 0)
     assert zeros == sorted(zeros) and zeros[0] == 0 and len(set(zeros)) > 2
-    assert decide({0: make_facts(AUTO.replace(zero=3), memory=100e9)}, 0, mesh).tried[0].entry.layout.zero == 3
+    assert decide({0: told(AUTO.replace(zero=3), memory=100e9)}, 0, mesh).tried[0].entry.layout.zero == 3
 
 
 def test_ranks_decide_by_the_most_tokens_and_the_least_memory():
-    """Decide by the most tokens and the least memory of all ranks, equally on each rank."""
-    mesh = make_mesh(dp=2, ep=2)
-    facts = {0: make_facts(), 1: make_facts(tokens=8192), 2: make_facts(memory=50e9), 3: make_facts()}
+    """The most tokens, the least memory: whichever rank is asked."""
+    mesh = mesh_of(dp=2, ep=2)
+    facts = {0: told(), 1: told(tokens=8192), 2: told(memory=50e9), 3: told()}
     found = [decide(facts, rank, mesh) for rank in facts]
     assert len({str(each) for each in found}) == 1 and found[0].plan.tokens == 8192
     assert found[0].facts.here.platform.memory_bytes == 50e9
     with pytest.raises(InvalidPlan, match=r"do not agree on Plan\(zero=\.\.\.\): rank 0 None, rank 2 3"):
-        decide(facts | {2: make_facts(AUTO.replace(zero=3))}, 0, mesh)
+        decide(facts | {2: told(AUTO.replace(zero=3))}, 0, mesh)
     with pytest.raises(InvalidPlan, match="rank 3 of the mesh cannot go on, CaptureError: no"):
         decide(facts | {3: "CaptureError: no"}, 0, mesh)
 
 
 def test_stages_share_axes_and_choose_their_own_policy():
-    """Keep two micro-batches in flight on the first of two stages, as 1F1B does."""
-    mesh = make_mesh(pp=2, ep=4, tp=2)
+    """1F1B: the first of two stages has two micro-batches in flight."""
+    mesh = mesh_of(pp=2, ep=4, tp=2)
     asked = AUTO.replace(zero=0)
-    facts = {rank: make_facts(asked, stage=rank // 8, stages=2) for rank in range(16)}
+    facts = {rank: told(asked, stage=rank // 8, stages=2) for rank in range(16)}
     first, last = (decide(facts, rank, mesh) for rank in (0, 15))
     needed = first.tried[0].entry.memory["M_gpu"]
     assert first.tried[0].entry.layout.kept == "h" and needed > last.tried[0].entry.memory["M_gpu"]
     assert first.tried[0].seconds == pytest.approx(last.tried[0].seconds)  # of one micro-batch each
-    facts = {rank: make_facts(asked, stage=rank // 8, stages=2, memory=needed - 1) for rank in range(16)}
+    facts = {rank: told(asked, stage=rank // 8, stages=2, memory=needed - 1) for rank in range(16)}
     first, last = (decide(facts, rank, mesh).plan for rank in (0, 15))
     assert (first.checkpoint, last.checkpoint) == ("x", "h") and first.expert_axis == last.expert_axis == ("ep", "tp")
-    # a stage without experts uses the same axes
-    facts |= {rank: make_facts(asked, model=None, stage=1, stages=2) for rank in range(8, 16)}
+    # a stage without experts goes along
+    facts |= {rank: told(asked, model=None, stage=1, stages=2) for rank in range(8, 16)}
     assert decide(facts, 8, mesh).plan.expert_axis == decide(facts, 0, mesh).plan.expert_axis == ("ep", "tp")
 
 
@@ -182,20 +182,20 @@ def test_gather_is_left_open_if_it_fits():
     assert gather.entry.layout.dispatch == "gather" and gather.entry.layout.kept == "h"
     needed = gather.entry.memory["M_gpu"]
     for memory, dispatch in ((needed, "auto"), (needed - 1, "dedup")):
-        found = decide({0: make_facts(asked.replace(dispatch="auto"), memory=memory)}, 0, mesh)
+        found = decide({0: told(asked.replace(dispatch="auto"), memory=memory)}, 0, mesh)
         assert found.tried[0].entry.layout.kept == "h" and found.plan.dispatch == dispatch
         assert ("dispatch='dedup'" in str(found)) == (dispatch == "dedup")
 
 
 def test_experts_that_do_not_divide():
     with pytest.raises(InvalidPlan, match=r"64 experts do not divide: experts over dp \(3\)"):
-        decide({0: make_facts()}, 0, make_mesh(dp=3))
-    found = decide({0: make_facts()}, 0, make_mesh(odd=3, even=2))  # one axis of several
+        decide({0: told()}, 0, mesh_of(dp=3))
+    found = decide({0: told()}, 0, mesh_of(odd=3, even=2))  # one axis of several
     assert found.plan.expert_axis == "even"
 
 
 # ---------------------------------------------------------------------- compile and explain
-def list_kept(compiled: nn.Module) -> set[str]:
+def keeps(compiled: nn.Module) -> set[str]:
     graphs = [block.graph for block in moefx.blocks(compiled)]
     return {str(n.kwargs["keep"]) for g in graphs for n in g.find(torch.ops.moefx.expert_mlp.default)}
 
@@ -212,11 +212,11 @@ def test_on_one_device_the_checkpoint_policy_is_decided(device):
         warnings.simplefilter("error")
         for memory, kept in ((1e12, "h"), (h, "h"), (h - 1, "x"), (x, "x")):
             compiled = moefx.compile(model, plan=asked.replace(memory=memory), example_inputs=example)
-            assert list_kept(compiled) == {kept} and moefx.explain(compiled).planned.plan.checkpoint == kept
+            assert keeps(compiled) == {kept} and moefx.explain(compiled).planned.plan.checkpoint == kept
             assert moefx.history(compiled, "layers.1.ffn").passes == ("rewrite_block", "fuse", "checkpoint")
     with pytest.warns(UserWarning, match=r"nothing fits .* 128 tokens a rank in 4 sequences.*keep 'x': .*It fits if"):
         compiled = moefx.compile(model, plan=asked.replace(memory=x - 1), example_inputs=example)
-    assert list_kept(compiled) == {"x"} and "warning   nothing fits" in str(moefx.explain(compiled))
+    assert keeps(compiled) == {"x"} and "warning   nothing fits" in str(moefx.explain(compiled))
     with pytest.warns(UserWarning, match="M_optimizer is .*Take fewer tokens, more ranks or more memory"):
         moefx.compile(model, plan=asked.replace(memory=1.0, tokens=1), example_inputs=example)
 
@@ -254,18 +254,18 @@ def test_the_platform_of_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("MOEFX_PLATFORM", "frontiere")
     with pytest.raises(UnknownPlatform, match=r"MOEFX_PLATFORM=frontiere: .*did you mean frontier"):
         moefx.compile(model, plan="auto", example_inputs=IDS)
-    moefx.compile(model, plan=Plan(validation="symbolic"), example_inputs=IDS)  # this plan leaves nothing undecided
+    moefx.compile(model, plan=Plan(validation="symbolic"), example_inputs=IDS)  # nobody asks
 
 
 def test_models_that_the_planner_does_not_know():
-    """Compile models that the planner does not support."""
+    """A model that compiles without the planner compiles with it."""
     wide = Loop(Gated)
     wide.experts.append(Gated())
     wide.gate = nn.Linear(D, E + 1, bias=False)
     model = nn.Sequential(Loop(Gated), wide)
     with pytest.warns(UserWarning, match="the planner cannot read this model.*blocks are alike, these are not"):
         compiled = moefx.compile(model, plan=AUTO, example_inputs=(torch.zeros(9, D),))
-    assert list_kept(compiled) == {"h"} and not moefx.explain(compiled).planned.plan.is_undecided
+    assert keeps(compiled) == {"h"} and not moefx.explain(compiled).planned.plan.is_undecided
 
 
 def test_a_model_without_blocks_is_returned_as_it_is():
@@ -274,7 +274,7 @@ def test_a_model_without_blocks_is_returned_as_it_is():
 
 
 def test_the_decision_is_explained_and_written_as_json(monkeypatch):
-    monkeypatch.setenv("MOEFX_PLATFORM", "h200")  # a machine with a GPU may have a known platform
+    monkeypatch.setenv("MOEFX_PLATFORM", "h200")  # a machine with a GPU may be known
     model = Decoder()
     compiled = moefx.compile(model, plan=AUTO, example_inputs=IDS)
     explained = moefx.explain(compiled)
@@ -287,10 +287,10 @@ def test_the_decision_is_explained_and_written_as_json(monkeypatch):
 
 
 def test_the_page_shows_the_printed_decision():
-    """Plan OLMoE on eight H100s with four sequences of 4096 tokens each."""
+    """OLMoE on eight H100s, four of 4096 tokens each."""
     here = LocalPlatform(find_platform("dgx-h100"), "named by MOEFX_PLATFORM")
     asked = Plan(expert_axis="auto", checkpoint="auto")
-    found = decide({0: Facts(asked, MODEL, 4, 4096, "as in the example inputs", here)}, 0, make_mesh(ep=4, tp=2))
+    found = decide({0: Facts(asked, MODEL, 4, 4096, "as in the example inputs", here)}, 0, mesh_of(ep=4, tp=2))
     page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
     assert f"```text\n{found}\n```" in page
 

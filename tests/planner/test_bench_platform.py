@@ -34,13 +34,13 @@ SHAPES = [(64, 512, 512), (4096, 512, 512), (64, 4096, 4096), (4096, 4096, 4096)
 H200 = find_platform("h200")
 
 
-def time_gemms(peak: float, bandwidth: float, launch: float) -> list[GemmTime]:
-    shapes = [GemmTime(*shape, 1.0) for shape in SHAPES]
-    return [g._replace(seconds=max(g.flop / peak, g.operands / bandwidth) + launch) for g in shapes]
+def gemms(peak: float, bandwidth: float, launch: float) -> list[GemmTime]:
+    made = [GemmTime(*shape, 1.0) for shape in SHAPES]
+    return [g._replace(seconds=max(g.flop / peak, g.operands / bandwidth) + launch) for g in made]
 
 
-def make_results() -> PlatformResults:
-    """Return times of a machine with 500 TFLOP/s and 2 TB/s, nodes of 4 ranks, and links of 100 and 10 GB/s."""
+def findings() -> PlatformResults:
+    """Times of a machine of 500 TFLOP/s and 2 TB/s with nodes of 4 ranks, links of 100 and 10 GB/s."""
     experts = []
     for name in ("16384x2048x512x64x8", "4096x2048x768x128x8", "65536x512x2048x32x4", "2048x1024x1024x256x8"):
         result = predict_experts(parse_shape(name), H200)
@@ -54,7 +54,7 @@ def make_results() -> PlatformResults:
         for what in ("all_to_all", "p2p")
         for n in (1e3, 1e6, 1e9)
     ]
-    device = DeviceResults("a machine", 2e12, 80 * 2.0**30, 2.0**29, time_gemms(500e12, 2e12, 5e-6), attention, experts)
+    device = DeviceResults("a machine", 2e12, 80 * 2.0**30, 2.0**29, gemms(500e12, 2e12, 5e-6), attention, experts)
     return PlatformResults("by hand", device, 1e-10, exchanges)
 
 
@@ -76,29 +76,29 @@ def test_fit_recovers_the_rates():
 
 
 def test_a_platform_without_a_base_has_the_measured_figures():
-    fitted = make_results().platform("mine")
-    assert [(n.name, n.ranks) for n in fitted.networks] == [("node", 4), ("nodes", 0)]
-    assert fitted.peak == max(g.flop / g.seconds for g in make_results().device.gemms)
-    assert "fastest GEMM" in fitted.sources["peak"]
-    alone = dataclasses.replace(make_results(), exchanges=[]).platform("mine")
+    made = findings().platform("mine")
+    assert [(n.name, n.ranks) for n in made.networks] == [("node", 4), ("nodes", 0)]
+    assert made.peak == max(g.flop / g.seconds for g in findings().device.gemms)
+    assert "fastest GEMM" in made.sources["peak"]
+    alone = dataclasses.replace(findings(), exchanges=[]).platform("mine")
     assert [(n.name, n.ranks) for n in alone.networks] == [("node", 1)]
 
 
 def test_exchanges_alone_use_the_device_of_a_base():
-    fitted = dataclasses.replace(make_results(), device=None).platform("mine", H200)
-    assert (fitted.device, fitted.expert_rates()) == (H200.device, H200.expert_rates())
-    assert fitted.networks[0].bandwidth == pytest.approx(100e9)
+    made = dataclasses.replace(findings(), device=None).platform("mine", H200)
+    assert (made.device, made.expert_rates()) == (H200.device, H200.expert_rates())
+    assert made.networks[0].bandwidth == pytest.approx(100e9)
     with pytest.raises(moefx.errors.InvalidInput, match="a base must say whose device"):
-        dataclasses.replace(make_results(), device=None).platform("mine")
+        dataclasses.replace(findings(), device=None).platform("mine")
     one = dataclasses.replace(H200, networks=H200.networks[:1])
     with pytest.raises(moefx.errors.InvalidInput, match="has 1 levels, and 2 were measured"):
-        make_results().platform("mine", one)
+        findings().platform("mine", one)
 
 
 def test_rows_are_read_again(tmp_path):
     path = tmp_path / "raw.jsonl"
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in make_results().rows()))
-    assert PlatformResults.read(path) == make_results()
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in findings().rows()))
+    assert PlatformResults.read(path) == findings()
     path.write_text("[1]\n")
     with pytest.raises(moefx.errors.InvalidInput, match=r"is not what one run of `bench platform --raw` wrote"):
         PlatformResults.read(path)
@@ -109,7 +109,7 @@ def test_rows_are_read_again(tmp_path):
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(0.1, 10), min_size=3, max_size=3), st.integers(0, 99))
 def test_shares(factors, seed):
-    """Recover nonnegative shares from their sums."""
+    """Come back where they are there; none is below 0."""
     table = torch.rand(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) + 0.1
     parts = table / (table @ torch.tensor(factors, dtype=torch.float64))[:, None]
     assert fit_shares(parts.tolist()) == pytest.approx(factors, rel=1e-6)
@@ -119,7 +119,7 @@ def test_shares(factors, seed):
 def test_links_and_gemms_without_a_part():
     latency, bandwidth = fit_link([1e3, 1e6], [1e-3, 1e-3])
     assert latency == pytest.approx(1e-3) and bandwidth > 1e18
-    rates = fit_dense_rates(time_gemms(500e12, 1e15, 0.0), 1e15)
+    rates = fit_dense_rates(gemms(500e12, 1e15, 0.0), 1e15)
     assert rates["dense_launch"] == pytest.approx(0.0, abs=1e-9) and rates["matmul_efficiency"] == pytest.approx(0.5)
 
 
@@ -143,10 +143,10 @@ def test_this_machine_becomes_a_platform_file(quick, tmp_path, capsys, monkeypat
     monkeypatch.delenv("RANK", raising=False)
     out, raw = tmp_path / "here.json", tmp_path / "raw.jsonl"
     platform.main(["--device", "cpu", "--only", "device", "--out", str(out), "--raw", str(raw), "--name", "mine"])
-    printed, progress = capsys.readouterr()
+    printed, told = capsys.readouterr()
     assert "GEMM" in printed and "128x64x32x8x2, and backward" in printed and f"wrote {out}, {raw}" in printed
-    fitted = moefx.Platform.from_json(out.read_text())
-    steps = re.findall(r"^bench platform: +\d+ s, step (\d+)( of 6)?: (.*)$", progress, re.M)
+    made = moefx.Platform.from_json(out.read_text())
+    steps = re.findall(r"^bench platform: +\d+ s, step (\d+)( of 6)?: (.*)$", told, re.M)
     assert [number for number, _, _ in steps] == list("123456") and all(of for _, of, _ in steps[1:])
     assert [what for _, _, what in steps[1:4]] == ["GEMMs", "attention", "experts 64x32x16x4x2"]
     assert made.name == "mine" and made.peak > 0 and made.memory_bytes > 2**30
@@ -158,27 +158,25 @@ def test_this_machine_becomes_a_platform_file(quick, tmp_path, capsys, monkeypat
 
 def test_a_file_of_a_platform_is_found_by_name(tmp_path):
     path = tmp_path / "mine.json"
-    path.write_text(make_results().platform("mine").to_json())
-    assert find_platform(str(path)) == make_results().platform("mine")
+    path.write_text(findings().platform("mine").to_json())
+    assert find_platform(str(path)) == findings().platform("mine")
 
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_between_ranks(tmp_path):
-    """Measure two levels of two nodes with two ranks, at two sizes at least even without time for them.
-
-    Each level has growing sizes, and sends next to exchanges.
-    """
+    """Two nodes of two: levels of their own, each with sizes that grow and sends beside exchanges: two sizes at least,
+    also where there is no time for them."""
     out, raw = tmp_path / "here.json", tmp_path / "raw.jsonl"
     options = ["--only", "exchanges", "--base", "dgx-h100", "--node-size", "2", "--repeats", "5", "--seconds", "0.001"]
     command = ["-m", "moefx", "bench", "platform", "--device", "cpu", "--out", str(out), "--raw", str(raw), *options]
     done = torchrun(*command)
     assert done.returncode == 0, done.stderr
-    fitted, found = moefx.Platform.from_json(out.read_text()), PlatformResults.read(raw)
-    assert [(n.name, n.ranks) for n in fitted.networks] == [("node", 8), ("cluster", 0)]
-    for network in fitted.networks:
+    made, found = moefx.Platform.from_json(out.read_text()), PlatformResults.read(raw)
+    assert [(n.name, n.ranks) for n in made.networks] == [("node", 8), ("cluster", 0)]
+    for network in made.networks:
         assert network.source.startswith("measured") and network.bandwidth > 0 and network.p2p > 0, network
-    assert fitted.peak == find_platform("dgx-h100").peak and 0 < fitted.handling < 1e-6
+    assert made.peak == find_platform("dgx-h100").peak and 0 < made.handling < 1e-6
     for unit in (2, 4):
         for what in ("all_to_all", "p2p"):
             sizes = [r.num_bytes for r in found.exchanges if (r.unit, r.kind) == (unit, what)]

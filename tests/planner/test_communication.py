@@ -1,4 +1,4 @@
-"""Bytes and seconds of exchanges equal the papers' measurements and the prediction of `Plan(dispatch="auto")`."""
+"""Bytes and seconds of exchanges: as the papers measured, and as `Plan(dispatch="auto")` predicts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moefx.runtime.ranks.link_costs import Link, Links, predict_seconds
 
 @pytest.mark.parametrize(("nodes", "percent"), [(2, 75.1), (4, 54.8), (8, 33.8), (16, 18.5), (32, 9.2)])
 def test_redundancy(nodes, percent):
-    """X-MoE measured 75.1 % (figure 4, EP = 16) and 54.8 % (section 5.4.2, EP = 32): 256 experts, top-8, nodes of 8."""
+    """X-MoE figure 4 names 75.1 (EP = 16) and 54.8 (section 5.4.2, EP = 32): 256 experts, 8 of a token, nodes of 8."""
     assert 100 * REDUNDANCY(E=256, k=8, N=nodes)["redundancy"] == pytest.approx(percent, abs=0.05)
 
 
@@ -23,7 +23,7 @@ SIZES = st.lists(st.sampled_from([2, 4, 8]), min_size=1, max_size=3).map(tuple)
 TIMES = st.tuples(st.floats(0, 1e-3), st.floats(1e-12, 1e-7))
 
 
-@settings(deadline=None)  # the first run prints and compiles formulas
+@settings(deadline=None)  # the first one prints and compiles formulas
 @given(SIZES, st.sampled_from([512, 1024]), st.integers(1, 8), st.lists(TIMES, min_size=4, max_size=4),
        st.floats(0, 1e-9), st.integers(1, 4096))  # fmt: skip
 def test_seconds_are_those_that_dispatch_auto_compares(sizes, num_experts, top_k, times, handling, tokens):
@@ -33,7 +33,7 @@ def test_seconds_are_those_that_dispatch_auto_compares(sizes, num_experts, top_k
     theirs = predict_seconds(links, sizes, num_experts, top_k, 4096.0, tokens, gathered_bytes=4160.0 * tokens)
     widths, level = dict(w=4096.0, w1=4096.0, w_all=4160.0), collect_level_values(sizes, levels, whole, handling)
     found = build_exchange_sheet(len(sizes))(E=num_experts, k=top_k, t=tokens, **widths, **level)
-    assert {way: found[exchange_symbol(way)] for way in predicted} == pytest.approx(predicted)
+    assert {way: found[exchange_symbol(way)] for way in theirs} == pytest.approx(theirs)
 
 
 @settings(deadline=None)
@@ -77,13 +77,13 @@ class TestPlacement:
         assert count_nodes(group, stride, 8) == found
 
     def test_small_experts_first_large_replicas_first(self):
-        """Compare bytes over a node's links per layer and step: rows travel twice in each of forward and backward."""
+        """Bytes over a node's links, a layer and step: rows go there and back, forward and backward."""
 
         def between_nodes(parameters: float, experts_first: bool) -> float:
             nodes, _ = count_nodes(8, 1 if experts_first else 8, 8)
             replicas, _ = count_nodes(8, 8 if experts_first else 1, 8)
-            values = dict(b=1, s=8192, d=2048, G=1, TP=1, DP=8, R=8, P_dense=0, P_experts=parameters, n_attn=1)
-            gradients = VOLUMES(**values)["V_grad_experts"] if replicas > 1 else 0
+            given = dict(b=1, s=8192, d=2048, G=1, TP=1, DP=8, R=8, P_dense=0, P_experts=parameters, n_attn=1)
+            gradients = VOLUMES(**given)["V_grad_experts"] if replicas > 1 else 0
             return 4 * 2 * 8192 * 2048 * 2 * (1 - 1 / nodes) + gradients
 
         small, large = 3 * 2048 * 1408, 3 * 8192 * 28672
@@ -94,7 +94,7 @@ class TestPlacement:
 @settings(deadline=None)
 @given(st.integers(1, 64), st.integers(1, 4), st.sampled_from([1024, 4096]))
 def test_all_gather_sends_the_tokens(ranks, sequences, tokens):
-    """X-MoE C.2: each device sends O(BSH) bytes for any number of ranks."""
+    """X-MoE C.2: O(BSH) on each device, whatever the number of ranks."""
     found = VOLUMES(b=sequences, s=tokens, d=2048, G=ranks, TP=1, DP=1, R=1, P_dense=0, P_experts=0, n_attn=1)
     whole = 2 * sequences * tokens * 2048
     assert found["V_gather"] + whole / ranks == pytest.approx(whole)

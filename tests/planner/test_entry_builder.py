@@ -24,7 +24,7 @@ SHARED = dataclasses.replace(BASE, dp=4, tp=2, ssmb=True)  # as many ranks, two 
 LAYOUTS: dict[str, tuple[Layout, Layout]] = {
     field: (BASE, dataclasses.replace(BASE, **{field: value}))
     for field, value in dict(
-        pp=4, dp=16, ep=8, zero=3, way="flat", kept="x", recompute=True, sequences=4, tokens=64, microbatches=4,
+        pp=4, dp=16, ep=8, zero=3, dispatch="flat", kept="x", recompute=True, sequences=4, tokens=64, microbatches=4,
         schedule="zb-h1", chunks=4,
     ).items()
 } | {"ssmb": (dataclasses.replace(BASE, tp=2), SHARED), "tp": (SHARED, dataclasses.replace(SHARED, tp=4))}  # fmt: skip

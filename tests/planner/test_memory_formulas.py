@@ -1,4 +1,4 @@
-"""Memory of a GPU: measured values, monotonicity, and sums."""
+"""Memory of a GPU: measured values, monotony, and sums."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moefx.planner.step_formulas import evaluate_memory_by_zero
 from ..blocks import D, E, Gated, H, K, Loop, Mlp
 
 
-def compute_memory(model, layout: Layout, stage: int = 0) -> dict[str, float]:
+def memory(model, layout: Layout, stage: int = 0) -> dict[str, float]:
     return MEMORY(**layout.values(model, stage), M_fw=0)
 
 
@@ -32,13 +32,13 @@ def compute_memory(model, layout: Layout, stage: int = 0) -> dict[str, float]:
 @pytest.mark.parametrize("policy", ["h", "x", "all"])
 @pytest.mark.parametrize(("kind", "matrices"), [(Gated, 3), (Mlp, 2)])
 def test_saved_bytes_equal_those_of_compile(kind, matrices, policy):
-    """Match the bytes per token exactly."""
+    """Bytes a token, exactly."""
     block = Loop(kind).to(torch.bfloat16)
     example = (torch.randn(9, D, dtype=torch.bfloat16),)
     compiled = moefx.compile(block, plan=moefx.Plan(checkpoint=policy), example_inputs=example)
     (matched,) = moefx.explain(compiled).matched
     model = find_model("mixtral-8x7b").replace(hidden_size=D, num_experts=E, top_k=K, expert_size=H, matrices=matrices)
-    found = compute_memory(model, Layout(kept=policy, tokens=1))
+    found = memory(model, Layout(kept=policy, tokens=1))
     assert found["A_dispatch"] + found["A_interm"] == matched.saved_after
 
 
@@ -48,9 +48,9 @@ ROWS = [json.loads(line) for line in RESULTS.read_text().splitlines()]
 
 @pytest.mark.parametrize("is_dense", [True, False])
 def test_the_larger_layer_runs_again(is_dense):
-    """Keep the inputs of all layers, and all tensors of one layer at a time, with experts or without."""
+    """Inputs of all layers are kept, and all of one layer at a time, with experts or without."""
     model = find_model("deepseek-v3").replace(dense_size=10**6 if is_dense else 1)
-    found = compute_memory(model, Layout(recompute=True, ep=8, dp=8))
+    found = memory(model, Layout(recompute=True, ep=8, dp=8))
     larger = found["A_dense_layer" if is_dense else "A_moe_layer"]
     assert found["M_activations"] - found["A_logits"] == model.num_layers * 2 * 4096 * model.hidden_size + larger
 
@@ -59,17 +59,17 @@ def test_the_larger_layer_runs_again(is_dense):
     "row", [row for row in ROWS if row.get("peer") == "moefx"], ids=lambda r: f"{r['shape']}-{r['routing']}"
 )
 def test_saved_bytes_equal_the_measured_ones(row):
-    """Match ten shapes measured on the GPU to the byte: tokens, hidden rows, ERI arrays."""
+    """On the GPU, ten shapes, to the byte: tokens, hidden rows, ERI arrays."""
     shape = parse_shape(row["shape"])
     model = find_model("mixtral-8x7b").replace(
         hidden_size=shape.d, num_experts=shape.E, top_k=shape.K, expert_size=shape.h, matrices=shape.matrices
     )
-    found = compute_memory(model, Layout(tokens=shape.T))
+    found = memory(model, Layout(tokens=shape.T))
     assert found["A_dispatch"] + found["A_interm"] + found["A_meta"] == round(row["saved_bytes_per_token"] * shape.T)
 
 
 def test_gather_has_room_for_the_tokens_of_all_ranks():
-    """Hold the tokens of all ranks on every rank, and as many hidden rows as for experts of its own only."""
+    """Every rank has all tokens, and as many hidden rows as if all their experts were its own."""
     model = find_model("olmoe-1b-7b")
     dedup, gather = (memory(model, Layout(dp=4, ep=4, dispatch=dispatch)) for dispatch in ("dedup", "gather"))
     assert gather["n_dup"] == 4 and gather["A_dispatch"] == 4 * 2 * 4096 * model.hidden_size
@@ -79,7 +79,7 @@ def test_gather_has_room_for_the_tokens_of_all_ranks():
 
 
 LAYOUTS = st.builds(
-    lambda pp, tp, dp, ep, **fields: Layout(pp=2**pp, tp=2**tp, dp=2**dp, ep=2 ** min(ep, tp + dp), **fields),
+    lambda pp, tp, dp, ep, **more: Layout(pp=2**pp, tp=2**tp, dp=2**dp, ep=2 ** min(ep, tp + dp), **more),
     pp=st.integers(0, 3), tp=st.integers(0, 3), dp=st.integers(0, 5), ep=st.integers(0, 7), ssmb=st.booleans(),
     zero=st.integers(0, 3), dispatch=st.sampled_from(["flat", "dedup", "gather"]),
     kept=st.sampled_from(["h", "x", "all", "x-moe"]),
@@ -89,31 +89,31 @@ LAYOUTS = st.builds(
 NAMES = st.sampled_from(sorted(MODELS))
 
 
-@settings(deadline=None)  # the first run prints and compiles formulas
+@settings(deadline=None)  # the first one prints and compiles formulas
 @given(LAYOUTS, NAMES)
 def test_more_tokens_need_no_less_memory(layout, name):
     model = find_model(name)
     assume(model.num_experts % layout.ep == 0)
-    found = compute_memory(model, layout)
+    found = memory(model, layout)
     assert all(value >= 0 for value in found.values())
     for field in ("sequences", "tokens", "microbatches"):
-        larger = dataclasses.replace(layout, **{field: 2 * getattr(layout, field)})
-        assert compute_memory(model, larger)["M_gpu"] >= found["M_gpu"]
+        more = dataclasses.replace(layout, **{field: 2 * getattr(layout, field)})
+        assert memory(model, more)["M_gpu"] >= found["M_gpu"]
     if layout.zero < 3:
-        less = compute_memory(model, dataclasses.replace(layout, zero=layout.zero + 1))
+        less = memory(model, dataclasses.replace(layout, zero=layout.zero + 1))
         assert less["M_gpu"] <= found["M_gpu"]
-    assert compute_memory(model, dataclasses.replace(layout, ssmb=False))["M_gpu"] >= found["M_gpu"]
+    assert memory(model, dataclasses.replace(layout, ssmb=False))["M_gpu"] >= found["M_gpu"]
 
 
-@settings(deadline=None)  # the first run prints and compiles formulas
+@settings(deadline=None)  # the first one prints and compiles formulas
 @given(LAYOUTS, NAMES)
 def test_states_of_all_ranks_are_those_of_the_model(layout, name):
-    """ZeRO-3 stores one copy of the states over all ranks, except for stages of unequal length."""
+    """Spread over all ranks (ZeRO-3) there is one copy of everything, but for stages of unequal length."""
     model = find_model(name)
     assume(model.num_experts % layout.ep == 0)
-    found = compute_memory(model, dataclasses.replace(layout, zero=3))
+    found = memory(model, dataclasses.replace(layout, zero=3))
     assert found["M_states"] * layout.num_ranks >= 16 * (model.parameters() - model.hidden_size) * (1 - 1e-12)
-    alone = compute_memory(model, Layout(zero=0))
+    alone = memory(model, Layout(zero=0))
     last_norm = model.hidden_size if model.norms else 0
     assert alone["M_states"] == 16 * (model.parameters() - last_norm)
 
@@ -164,14 +164,14 @@ def test_layouts_that_a_model_cannot_have(layout, message):
 @pytest.mark.parametrize("pp", [1, 4])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_parts_that_searches_share_add_up(pp, recompute):
-    """Equal the complete formulas with parts that layouts share: states per ZeRO stage, and saved tensors."""
+    """By stage of ZeRO, states of all layouts of so many ranks with what one keeps: as all formulas in one."""
     model, platform = find_model("deepseek-v3"), PLATFORMS["h200"]
     layout = Layout(pp=pp, tp=4, dp=16, ep=16, ssmb=True, sequences=2, recompute=recompute, microbatches=8)
     for zero, found in evaluate_memory_by_zero(model, layout, platform, (3, 0, 1, 2)):
-        zero_layout = dataclasses.replace(layout, zero=zero)
-        stages = [MEMORY(**zero_layout.values(model, stage), M_fw=platform.overhead) for stage in range(pp)]
+        own = dataclasses.replace(layout, zero=zero)
+        stages = [MEMORY(**own.values(model, stage), M_fw=platform.overhead) for stage in range(pp)]
         assert (
             found
             == max(stages, key=lambda results: results["M_gpu"])
-            == step_formulas.evaluate_memory(model, zero_layout, platform)
+            == step_formulas.evaluate_memory(model, own, platform)
         )

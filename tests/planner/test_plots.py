@@ -1,4 +1,4 @@
-"""Plots show their data with units and complete labels, and change no global state."""
+"""Plots show their data with units, nothing is cut off, and no global state changes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def narrow():
     return plan("mixtral-8x7b", "a100-40gb", 20, batch=20)
 
 
-def read_texts(axes):
+def texts(axes):
     return [text.get_text() for text in axes.texts]
 
 
@@ -39,10 +39,10 @@ def test_bars_are_as_long_as_memory(narrow):
             ends[i] = bar.get_x() + bar.get_width()
     assert ends == pytest.approx([e.memory["M_gpu"] / GIB for e in entries])
     assert [line.get_xdata()[0] for line in axes.lines] == [40]
-    assert "capacity 40 GiB" in read_texts(axes) and axes.get_xlabel() == "memory of a GPU (GiB)"
+    assert "capacity 40 GiB" in texts(axes) and axes.get_xlabel() == "memory of a GPU (GiB)"
     assert axes.get_xlim()[1] > 40
     assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b", "c", "d"]
-    assert axes.yaxis_inverted()  # the first bar at the top
+    assert axes.yaxis_inverted()  # the first at the top
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
     assert legend[:3] == ["parameters", "gradients", "optimizer states"] and len(set(legend)) == len(legend)
 
@@ -78,7 +78,7 @@ def test_cells_show_their_regions(narrow):
             else:
                 assert text.startswith("+") and text.endswith("\nGiB")
         assert axes.get_xlabel() == "EP (ranks)"
-    assert any("GiB" in text for text in read_texts(figure.axes[0]))
+    assert any("GiB" in text for text in texts(figure.axes[0]))
     assert figure.axes[-1].get_ylabel() == "fastest step (s)"
 
 
@@ -98,12 +98,12 @@ def test_models_are_above_or_below_the_border(name):
         assert list(y) == pytest.approx([compute_ssmb_border(length) * at for at in x])
     (star,) = [line for line in axes.lines if line.get_marker() == "*"]
     assert (star.get_xdata()[0], star.get_ydata()[0]) == (MODELS[name].expert_size, MODELS[name].top_k)
-    assert name in [line for text in read_texts(axes) for line in text.split("\n")]
+    assert name in [line for text in texts(axes) for line in text.split("\n")]
     assert axes.get_xscale() == axes.get_yscale() == "log"
 
 
-def find_overlaps(axes):
-    """List pairs of texts that overlap each other or markers, or extend beyond the figure."""
+def covered(axes):
+    """Pairs of texts that cover each other, or points of lines with markers, or stick out."""
     axes.figure.draw_without_rendering()
     boxes = [text.get_window_extent() for text in axes.texts]
     marked = [line for line in axes.lines if line.get_marker() in ("o", "*")]
@@ -116,14 +116,14 @@ def find_overlaps(axes):
 @pytest.mark.parametrize("name", ["deepseek-v3", "arctic", "x-moe-super"])
 def test_names_of_models_do_not_cover_each_other(name):
     (axes,) = plots.plot_ssmb_border(MODELS[name], 4096).axes
-    assert find_overlaps(axes) == []
-    shown = {line for text in read_texts(axes) for line in text.split("\n")}
+    assert covered(axes) == []
+    shown = {line for text in texts(axes) for line in text.split("\n")}
     assert shown == {model for model in MODELS if not model.startswith("x-moe")} | {name}
 
 
 def test_labels_of_steps_do_not_cover_each_other(narrow):
     for axes in plots.plot_scaling(search_scaling(narrow, False), search_scaling(narrow, True)).axes:
-        assert find_overlaps(axes) == []
+        assert covered(axes) == []
 
 
 def test_points_are_steps(narrow):
@@ -134,7 +134,7 @@ def test_points_are_steps(narrow):
         (line,) = [line for line in axes.lines if line.get_label() == "fastest"]
         assert list(line.get_xdata()) == [p.num_ranks for p in fitting]
         assert list(line.get_ydata()) == [p.best.seconds for p in fitting]
-        assert sum("does not fit" in text for text in read_texts(axes)) == len(points) - len(fitting) > 0
+        assert sum("does not fit" in text for text in texts(axes)) == len(points) - len(fitting) > 0
         assert axes.get_xlabel() == "GPUs" and axes.get_ylabel() == "time of a step (s)"
 
 
@@ -155,7 +155,7 @@ def test_nothing_global_is_touched(narrow):
         first = plots.render_data_uri(plots.plot_ssmb_border, narrow.model, 4096)
         assert matplotlib.rcParams.copy() == inside
     second = plots.render_data_uri(plots.plot_ssmb_border, narrow.model, 4096)
-    assert first == second  # independent of the user's settings
+    assert first == second  # whatever the user's settings are, and each time
     assert matplotlib.rcParams.copy() == rc and ("matplotlib.pyplot" in sys.modules) == had
     kind, _, data = first.partition(",")
     assert kind == "data:image/svg+xml;base64" and b"</svg>" in base64.b64decode(data)

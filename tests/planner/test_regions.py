@@ -63,14 +63,14 @@ def test_axes_stay_in_the_fast_domain():
 @pytest.mark.parametrize("tokens", [2048, 4096, 8192])
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_both_save_equally_on_the_border(name, tokens):
-    """Use equations 1 and 2 of X-MoE; `test_paper_formulas` checks the models of figure 17."""
+    """X-MoE eq. 1 and 2; sides of figure 17's own models are in `test_paper_formulas`."""
     model = find_model(name)
     found = X_MOE(k=model.top_k, H_FFN=model.expert_size, H=model.hidden_size, S=tokens, c=1, G=4)
     assert (model.top_k / model.expert_size > compute_ssmb_border(tokens)) == (found["A_saving"] > found["M_mincost"])
 
 
 def test_the_trade_off_equals_the_papers():
-    """Two matrices, one expert per rank, one layer and one micro-batch."""
+    """Two matrices, an expert a rank, one layer and micro-batch."""
     model = find_model("x-moe-large").replace(num_layers=1, num_moe_layers=1)
     layout = Layout(tp=4, dp=64, ep=256, ssmb=True)
     found = TRADE_OFF(**collect_trade_off_values(model, layout))
@@ -79,7 +79,7 @@ def test_the_trade_off_equals_the_papers():
 
 
 def test_the_trade_off_of_a_stage():
-    """Count activations of all layers and micro-batches in flight, or of one recomputed layer; states of all layers."""
+    """Activations of every layer and micro-batch in flight, or of one layer where they run again; states of all."""
     model, layout = find_model("deepseek-v3"), Layout(pp=4, tp=4, dp=4, ep=16, ssmb=True, microbatches=8)
     found = TRADE_OFF(**collect_trade_off_values(model, layout))
     again = TRADE_OFF(**collect_trade_off_values(model, dataclasses.replace(layout, recompute=True)))
@@ -105,13 +105,13 @@ def test_savings_of_ssmb_are_shown_with_their_formula(pp, recompute, kept):
 
 @pytest.mark.parametrize("is_weak", [False, True])
 def test_points_are_rankings_of_their_own(narrow, is_weak):
-    messages = []
-    points = search_scaling(narrow, is_weak, messages.append)
-    assert [p.num_ranks for p in points] == [5, 10, 20, 40, 80] and len(messages) == 5
+    told = []
+    points = search_scaling(narrow, is_weak, told.append)
+    assert [p.num_ranks for p in points] == [5, 10, 20, 40, 80] and len(told) == 5
     assert [p.batch for p in points] == ([20, 40, 80, 160, 320] if is_weak else [80] * 5)
     for point in points:
-        ranking = plan("mixtral-8x7b", "a100-40gb", point.num_ranks, batch=point.batch)
-        assert point.best == (ranking[0] if len(ranking) else None)
+        own = plan("mixtral-8x7b", "a100-40gb", point.num_ranks, batch=point.batch)
+        assert point.best == (own[0] if len(own) else None)
         assert (point.lacking > 0) == (point.best is None)
 
 

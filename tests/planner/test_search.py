@@ -1,4 +1,4 @@
-"""Searches are complete, respect the constraints, rank layouts, and give a reason for each rejection."""
+"""The search: complete, within the constraints, ranked, and each rejection with its reason."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ..pace import within
 
 @pytest.fixture(scope="module")
 def small():
-    """Plan OLMoE on two nodes of eight A100."""
+    """OLMoE on two nodes of eight A100."""
     return plan("olmoe-1b-7b", "a100-40gb", 16, batch=64)
 
 
@@ -49,7 +49,7 @@ def test_fitting_layouts_satisfy_the_constraints(small):
 
 
 def test_every_layout_is_tried_or_rejected(small):
-    """List each division of the ranks in the ranking or among the rejections."""
+    """Every division of the ranks is in the ranking, or rejected by name."""
     fits = {(e.layout.pp, e.layout.tp, e.layout.ep) for e in small}
     rejected = {what for r in small.rejected for what in r.label.split(", ")}
     powers = (1, 2, 4, 8, 16)
@@ -63,7 +63,7 @@ def test_every_layout_is_tried_or_rejected(small):
 
 
 def test_the_fast_domain_is_kept():
-    """Apply Piper eq. 10, and rank the excluded layouts without it."""
+    """Piper eq. 10; without it the same layouts are there."""
     kept = plan("deepseek-v3", "frontier", 512)
     assert all(e.layout.ep <= 32 for e in kept)
     assert any(r.label.startswith("EP=64") and "fast domain of 32 ranks" in r.why for r in kept.rejected)
@@ -71,7 +71,7 @@ def test_the_fast_domain_is_kept():
 
 
 def test_memory_is_that_of_the_dispatch():
-    """Store one row per slot for flat dispatch, which is as fast as any if each of 256 ranks has one expert."""
+    """Where each of 256 ranks has one expert, flat is as fast as any, and its rows arrive once for each choice."""
     ranking = plan("deepseek-v3", "frontier", 512, fast_domain=0)
     flat = [e for e in ranking if e.layout.ep == 256 and e.layout.dispatch == "flat"]
     assert flat
@@ -89,14 +89,14 @@ def test_rejected_layouts_show_the_missing_memory():
     )
     assert line.sizes == ({"PP": 1, "TP": 1, "EP": 8},) and line.term == "M_optimizer"
     least = min(
-        evaluate_memory(ranking.model, layout, ranking.platform)["M_gpu"] for layout in list_policies(dp=8, ep=8)
+        evaluate_memory(ranking.model, layout, ranking.platform)["M_gpu"] for layout in every_policy(dp=8, ep=8)
     )
     assert line.lacking == least - ranking.platform.memory_bytes
     assert "0 layouts fit 40 GiB" in str(ranking)
 
 
-def list_policies(**ranks):
-    """Yield all policies with one sequence per micro-batch."""
+def every_policy(**ranks):
+    """Of a sequence a micro-batch, those that the search tries."""
     for zero, (kept, recompute) in itertools.product((1, 2, 3), (("h", False), ("x", False), ("h", True))):
         yield Layout(**ranks, zero=zero, kept=kept, recompute=recompute, microbatches=1024 // ranks["dp"])
 
@@ -107,7 +107,7 @@ def test_a_ranking_holds_its_request(small):
 
 
 def test_ranks_with_the_same_tokens_share_experts_by_ssmb(small):
-    """Without SSMB each of them would send all tokens, and an expert would get them TP times."""
+    """Else each of them would send all tokens, and an expert would see them TP times."""
     assert all(e.layout.dp % e.layout.ep == 0 or e.layout.ssmb for e in small)
     (why,) = (r.why for r in small.rejected if "PP=1 TP=8 EP=4" in r.label.split(", "))
     assert why.startswith("EP is neither a multiple of TP nor divides DP")
@@ -115,20 +115,18 @@ def test_ranks_with_the_same_tokens_share_experts_by_ssmb(small):
 
 def test_entries_are_plans_and_meshes(small):
     for entry in small:
-        x, entry_plan, mesh = entry.layout, entry.plan(), entry.mesh
+        x, made, mesh = entry.layout, entry.plan(), entry.mesh
         sizes = dict(zip(mesh["mesh_dim_names"], mesh["mesh_shape"], strict=True))
         assert math.prod(sizes.values()) == 16 and sizes.get("pp", 1) == x.pp and sizes.get("tp", 1) == x.tp
-        axes = entry_plan.expert_axis if isinstance(entry_plan.expert_axis, tuple) else (entry_plan.expert_axis,)
+        axes = made.expert_axis if isinstance(made.expert_axis, tuple) else (made.expert_axis,)
         assert math.prod(sizes[axis] for axis in axes if axis) == x.ep
-        assert (entry_plan.expert_axis is None) == (x.ep == 1) and (entry_plan.sequence_axis == "tp") == (
-            x.ssmb and x.ep > 1
-        )
-        assert entry_plan.tokens == x.sequences * 4096 and entry_plan.checkpoint == x.kept
-        if entry_plan.placement:  # `compile` looks for the placement
+        assert (made.expert_axis is None) == (x.ep == 1) and (made.sequence_axis == "tp") == (x.ssmb and x.ep > 1)
+        assert made.tokens == x.sequences * 4096 and made.checkpoint == x.kept
+        if made.placement:  # which `compile` looks for
             ranks = torch.arange(16).view(mesh["mesh_shape"])
             first = tuple(slice(None) if name in axes else 0 for name in sizes)
             group = ranks[first].flatten().tolist()
-            assert (group == list(range(x.ep))) == (entry_plan.placement == "ep_first" or x.ep == 16)
+            assert (group == list(range(x.ep))) == (made.placement == "ep_first" or x.ep == 16)
     assert small[0].plan(timeout=60).timeout == 60
     (alone,) = {(*e.mesh["mesh_shape"], *e.mesh["mesh_dim_names"]) for e in plan("olmoe-1b-7b", "h200", 1, batch=1)}
     assert alone == (1, "dp")
@@ -149,7 +147,7 @@ def test_an_explanation_shows_formulas_and_sources(small):
 
 
 def test_a_notebook_shows_a_line(small):
-    """Print one line instead of thousands of fields."""
+    """Not thousands of fields."""
     entry, x = small[3], small[3].layout
     assert repr(entry) == (
         f"<Entry {entry.short}, {x.microbatches} micro-batches of {x.sequences}: "
@@ -171,7 +169,7 @@ MODEL, PLATFORM = find_model("qwen3-30b-a3b"), find_platform("dgx-h100")
 LAYOUT = Layout(pp=2, tp=2, dp=8, ep=16, ssmb=True, microbatches=8)
 
 
-def estimate_seconds(platform=PLATFORM, **changes):
+def seconds(platform=PLATFORM, **changes):
     layout = dataclasses.replace(LAYOUT, **changes)
     values = collect_values(MODEL, layout, platform)
     return build_step_sheet("dedup", 2)(**values)
@@ -180,37 +178,37 @@ def estimate_seconds(platform=PLATFORM, **changes):
 @pytest.mark.parametrize("figure", ["peak", "memory_bandwidth", "matmul_efficiency", "attention_efficiency"])
 def test_slower_machines_are_slower(figure):
     slower = dataclasses.replace(PLATFORM, **{figure: getattr(PLATFORM, figure) / 2})
-    assert estimate_seconds(slower)["T_step"] > estimate_seconds()["T_step"]
+    assert seconds(slower)["T_step"] > seconds()["T_step"]
 
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_slower_links_are_slower(which):
     networks = list(PLATFORM.networks)
     networks[which] = dataclasses.replace(networks[which], bandwidth=networks[which].bandwidth / 4)
-    slower = dataclasses.replace(PLATFORM, networks=tuple(networks))
-    assert estimate_seconds(slower)["T_step"] > estimate_seconds()["T_step"]
+    assert seconds(dataclasses.replace(PLATFORM, networks=tuple(networks)))["T_step"] > seconds()["T_step"]
 
 
 def test_recomputation_takes_longer():
-    found = [estimate_seconds(**change)["T_step"] for change in ({}, dict(kept="x"), dict(recompute=True))]
+    found = [seconds(**change)["T_step"] for change in ({}, dict(kept="x"), dict(recompute=True))]
     assert found == sorted(found) and len(set(found)) == 3
 
 
 def test_no_policy_exchanges_more():
-    """Exchange the same for all saved tensors; recomputed layers exchange more (below)."""
-    assert len({estimate_seconds(kept=kept)["T_alltoall"] for kept in ("h", "x", "all")}) == 1
+    """What experts keep is no reason to. Layers that run again as a whole do (below)."""
+    assert len({seconds(kept=kept)["T_alltoall"] for kept in ("h", "x", "all")}) == 1
 
 
 def test_bubbles():
-    """1F1B waits (PP - 1) / M of a step (Megatron-LM section 2.2) if stages are equal except for the logits."""
-    found = estimate_seconds()
+    """Of 1F1B (PP - 1) / M of the step's work (Megatron-LM section 2.2), where the other stage is as long but for the
+    logits."""
+    found = seconds()
     logits = found["n_pass"] * found["T_logits"]
     assert found["T_bubble"] == pytest.approx(found["T_micro"] - logits) and logits > 0
-    interleaved = estimate_seconds(schedule="interleaved", chunks=2)
+    interleaved = seconds(schedule="interleaved", chunks=2)
     assert interleaved["T_bubble"] == pytest.approx(found["T_bubble"] / 2)
-    h1, h2 = (estimate_seconds(schedule=schedule)["T_bubble"] for schedule in ("zb-h1", "zb-h2"))
-    assert 0 < h2 <= h1 < found["T_bubble"]  # a step ends with the last stage, PP - 1 forwards later
-    few = estimate_seconds(schedule="zb-h2", microbatches=1)
+    h1, h2 = (seconds(schedule=schedule)["T_bubble"] for schedule in ("zb-h1", "zb-h2"))
+    assert 0 < h2 <= h1 < found["T_bubble"]  # a step ends with the last stage's, PP - 1 forwards later
+    few = seconds(schedule="zb-h2", microbatches=1)
     assert h2 < few["T_bubble"] < found["T_bubble"]
 
 
@@ -222,7 +220,7 @@ def test_mfu_counts_the_flop_of_the_model():
 
 
 def test_the_command_prints_a_ranking(capsys, tmp_path, monkeypatch):
-    """Print a ranking; `test_ranking_page` tests the pages."""
+    """`test_ranking_page` tests the pages."""
     monkeypatch.chdir(tmp_path)
     asked = ["plan", "olmoe-1b-7b", "--platform", "a100-40gb", "--gpus", "16", "--batch", "64", "--no-page"]
     assert cli.main([*asked, "--top", "3"]) == 0
@@ -275,7 +273,7 @@ def test_search_takes_descriptions():
 
 
 def test_more_gpus_than_a_platform_knows():
-    """Refuse more GPUs than the one node that `bench platform` measured."""
+    """A file that `bench platform` wrote of one node says nothing of more."""
     one_node = dataclasses.replace(find_platform("h200"), networks=(Network("node", 8, 300e9),))
     assert moefx.plan("olmoe-1b-7b", one_node, 8, batch=8)
     with pytest.raises(InvalidPlan, match=r"too few ranks for 16 GPUs.*'node', has 8 ranks"):
@@ -284,21 +282,21 @@ def test_more_gpus_than_a_platform_knows():
 
 def test_nothing_is_sent_to_no_stage():
     platform = find_platform("dgx-h100")
-    alone, two = (estimate_seconds(platform, pp=pp, tp=1, ep=16, ssmb=False, dp=16)["T_p2p"] for pp in (1, 2))
+    alone, two = (seconds(platform, pp=pp, tp=1, ep=16, ssmb=False, dp=16)["T_p2p"] for pp in (1, 2))
     network = platform.network_of(2, 16)
     once = 2 * 4096 * MODEL.hidden_size / network.bandwidth + network.latency
-    assert alone == 0 and two == pytest.approx(8 * once)  # a round trip for every two of eight micro-batches
+    assert alone == 0 and two == pytest.approx(8 * once)  # a round trip of every two of eight micro-batches
 
 
 @pytest.mark.parametrize(("zero", "expected"), [(1, 1.0), (2, (4 + 1) / 2), (3, 4 / 2)])
 def test_gradients_that_are_spread_travel_in_each_micro_batch(zero, expected):
-    """Compare with an all-reduce, which is a reduce-scatter and an all-gather; ZeRO-3 also gathers parameters."""
-    found, once = (estimate_seconds(zero=stage, ssmb=False, microbatches=4, dp=16)["T_grads"] for stage in (zero, 1))
+    """An all-reduce is a reduce-scatter and an all-gather; ZeRO-3 gathers parameters when it needs them."""
+    found, once = (seconds(zero=stage, ssmb=False, microbatches=4, dp=16)["T_grads"] for stage in (zero, 1))
     assert once > 0 and found == pytest.approx(expected * once)
 
 
 def test_schedules_of_pipelines():
-    """List pipelines of each requested kind, and none for a single stage."""
+    """A pipeline of each kind that was asked for; none where there is one stage."""
     asked = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2")
     ranking = plan("qwen3-30b-a3b", "dgx-h100", 64, batch=256, schedules=asked)
     found = {(e.layout.schedule, e.layout.chunks) for e in ranking if e.layout.pp > 1}
@@ -320,7 +318,7 @@ def test_schedules_of_pipelines():
 
 
 def test_hops_over_three_levels_are_planned():
-    """Plan nodes of 2, switches of 4, and all, and pass the switches to `compile`."""
+    """Nodes of 2, switches of 4, and all: `compile` must be told of the switches."""
     networks = Network("node", 2, 100e9), Network("switch", 4, 20e9), Network("all", 0, 1e9)
     tree = dataclasses.replace(find_platform("a100-40gb"), networks=networks)
     by_level = [
@@ -356,13 +354,13 @@ def test_missing_entries_raise(small):
 
 
 def test_layers_that_run_again_exchange_again():
-    """Save only the input of each layer, so that exchanges and all-reduces of the forward run twice."""
-    once, again = (estimate_seconds(recompute=again) for again in (False, True))
+    """What they keep is their input alone (memory), so exchanges and all-reduces of the forward are done twice."""
+    once, again = (seconds(recompute=again) for again in (False, True))
     assert again["T_tp"] == pytest.approx(1.5 * once["T_tp"]) and again["T_gather"] == pytest.approx(
         1.5 * once["T_gather"]
     )
     moved = 2 * once["T_exchange"] + once["T_counts"]
-    assert again["T_alltoall"] - once["T_alltoall"] == pytest.approx(24 * moved)  # 24 of the 48 layers per stage
+    assert again["T_alltoall"] - once["T_alltoall"] == pytest.approx(24 * moved)  # of 48 layers a stage has 24
 
 
 def test_divisors_are_complete_and_ascending():
@@ -373,7 +371,7 @@ def test_divisors_are_complete_and_ascending():
 
 
 def test_gather_is_estimated_if_it_is_named():
-    """Send all rows to every rank without waiting for counts; the plan names the number of tokens."""
+    """Its rows reach every rank, nobody waits for counts, and the plan names the number of tokens."""
     model, here = find_model("qwen3-30b-a3b"), find_platform("h200")
     layout = Layout(tp=2, dp=4, ep=8, ssmb=True, tokens=4096)
     assert choose_layout_dispatch(model, layout, here, True, "gather") == "gather"

@@ -1,4 +1,4 @@
-"""Systems that run out of memory in the papers' figures, computed from model sizes and saved tensors."""
+"""Systems that run out of memory in the papers' figures, from their models' sizes and their saved tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moefx.planner.platforms import find_platform
 from moefx.planner.step_formulas import evaluate_memory
 
 FRONTIER = find_platform("frontier")
-# X-MoE section 5.2: the sizes tried for each system. TED saves the tensors of DeepSpeed-MoE and shards dense matrices.
+# X-MoE section 5.2: what each system is swept over. TED keeps what DeepSpeed-MoE does, its dense matrices are shared.
 SYSTEMS = {
     "deepspeed-moe": dict(kept="deepspeed-moe", tp=(1,), ssmb=False),
     "ted": dict(kept="deepspeed-moe", tp=(1, 2, 4, 8), ssmb=False),
@@ -22,8 +22,8 @@ SYSTEMS = {
 }
 
 
-def is_fitting(name: str, system: str, ranks: int) -> bool:
-    """Return whether one sequence per rank fits with any EP from 32 to 256 and ZeRO-1 or ZeRO-2."""
+def fits(name: str, system: str, ranks: int) -> bool:
+    """Whether one sequence a rank fits under any EP of 32 to 256, ZeRO of 1 or 2."""
     model, swept = find_model(name), SYSTEMS[system]
     for ep, tp, zero in itertools.product((32, 64, 128, 256), swept["tp"], (1, 2)):
         if model.num_experts % ep:
@@ -47,7 +47,7 @@ def is_fitting(name: str, system: str, ranks: int) -> bool:
     ],
 )
 def test_x_moe_figure_9(name, ranks, fitting):
-    assert {system for system in SYSTEMS if is_fitting(name, system, ranks)} == fitting
+    assert {system for system in SYSTEMS if fits(name, system, ranks)} == fitting
 
 
 NOT_PREDICTED = "states and activations alone fit; what else the program took of the memory is not said"
@@ -92,7 +92,7 @@ def test_x_moe_table_5(kept, tokens, layers, ran):
 
 @pytest.mark.parametrize("layers", [8, 12, 16, 20, 24])
 def test_x_moe_appendix_e_depth(layers):
-    """Large model on 256 GPUs: X-MoE runs at every depth with EP = 64 and TP of 1 or 2."""
+    """Large, 256 GPUs: X-MoE runs at every depth with TP of 1 or 2, at EP = 64."""
     model = find_model("x-moe-large").replace(num_layers=layers, num_moe_layers=layers)
     needed = [
         evaluate_memory(model, Layout(tp=tp, dp=256 // tp, ep=64, kept="x-moe", ssmb=tp > 1), FRONTIER)["M_gpu"]
@@ -104,17 +104,17 @@ def test_x_moe_appendix_e_depth(layers):
 @pytest.mark.parametrize("matrices", [2, 3])
 @pytest.mark.parametrize(("nodes", "feasible"), [(16, False), (32, False), (64, True), (128, True)])
 def test_piper_figure_10(nodes, feasible, matrices):
-    """The Super model fits on 64 nodes of Frontier and more, by Piper's own equation 4 and constraints 7 to 11.
+    """The Super model fits 64 nodes of Frontier and more, by Piper's own equation 4 and constraints 7 to 11.
 
-    Scores use flash attention (4bHs^2 becomes 2bHs, section III.A.1), with one sequence per micro-batch. Equation 4 has
-    experts of three matrices; the model's 545 B are for two, so that the hidden width counts two thirds.
+    Its scores with flash attention (4bHs^2 becomes 2bHs, section III.A.1), a sequence a micro-batch. Equation 4 has
+    experts of three matrices; the model's 545 B are those of two, for which the hidden width counts two thirds.
     """
     model, ranks = find_model("x-moe-super"), 8 * nodes
     found = []
     for ep in (1, 2, 4, 8, 16, 32):
         pp = ranks // ep
         if pp <= model.num_layers:
-            values = dict(
+            given = dict(
                 d_model=model.hidden_size, d_ffn=model.expert_size * matrices / 3, L=model.num_layers, k=model.top_k,
                 E=model.num_experts, H=model.attention.num_heads / (2 * 4096), s=4096, b=64, M=64,
             )  # fmt: skip

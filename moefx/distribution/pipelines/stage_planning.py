@@ -20,7 +20,7 @@ from ...planner.decision import Decision, Facts
 from ...planner.layout import Layout
 from ...planner.mesh_axes import AxisUse, list_axis_uses
 from ...planner.platforms import Platform
-from ...planner.search import choose_way
+from ...planner.search import choose_layout_dispatch
 from ...planner.stage_times import cut_by_time, predict_layer_times
 from ...runtime.ranks.reductions import TENSOR_AXIS
 from ..mesh_agreement import gather_by_rank
@@ -121,7 +121,9 @@ def _find_layout(facts: Facts, model: Architecture, plan: Plan, mesh: DeviceMesh
     use, platform = _find_first_use(plan, mesh), facts.here.platform
     layout = use.layout(kept="x" if plan.checkpoint == "x" else "h", sequences=facts.sequences, tokens=facts.tokens)
     first = use.experts_first(platform)
-    return dataclasses.replace(layout, way=choose_way(model, layout, platform, first, plan.dispatch)), first
+    return dataclasses.replace(
+        layout, dispatch=choose_layout_dispatch(model, layout, platform, first, plan.dispatch)
+    ), first
 
 
 def _find_first_use(plan: Plan, mesh: DeviceMesh) -> AxisUse:

@@ -11,7 +11,7 @@ import torch
 
 from moefx.ir import op_providers
 from moefx.lowering.triton import launch_replay, tape_playback
-from moefx.lowering.triton.tape_playback import Allocate, Apply, Free, Launch, LaunchBatch, Playback
+from moefx.lowering.triton.tape_playback import Allocate, Apply, LaunchBatch, Free, Launch, Playback
 
 from ...ir.routings import Routing
 from .test_expert_mlp_call import LINEAR, move_layer
@@ -210,9 +210,9 @@ def test_a_batch_at_known_addresses_is_one_graph(monkeypatch):
     first_inputs = inputs(0)
     for seed in (0, 1, 2, 0, 1, 2):  # the same addresses, other values
         with torch.no_grad():
-            for mine, other in zip(own, inputs(seed), strict=True):
-                mine.copy_(other)
-        assert all(map(torch.equal, run(*own), expected[seed]))
+            for tensor, other in zip(first_inputs, inputs(seed), strict=True):
+                tensor.copy_(other)
+        assert all(map(torch.equal, run(*first_inputs), expected[seed]))
     batches = [action for tape in tapes.values() for action in tape.playback.actions if isinstance(action, LaunchBatch)]
     assert batches and any(batch.graphs for batch in batches)
     for seed in range(3):  # other addresses

@@ -1,4 +1,4 @@
-"""Exchanges over shared links: equal to the formulas for even traffic, fair for uneven traffic."""
+"""Exchanges over shared links: as the formulas for even traffic, fair for uneven traffic."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALL = pytest.mark.parametrize("platform", [*PLATFORMS.values(), TREE], ids=lambd
 @ALL
 @pytest.mark.parametrize(("group", "stride"), [(2, 1), (4, 2), (8, 1), (8, 8), (16, 1), (16, 4), (64, 1), (128, 2)])
 def test_even_traffic_takes_the_time_of_the_formula(platform, group, stride):
-    """Send one byte from each rank to each other rank."""
+    """A byte from each rank to each."""
     sizes, networks = platform.levels(group, stride)
     _, beta = combine_links(sizes, tuple((n.latency, 1 / n.bandwidth) for n in networks))
     links = build_fabric(platform, range(0, group * stride, stride))
@@ -34,11 +34,8 @@ def test_even_traffic_takes_the_time_of_the_formula(platform, group, stride):
 
 
 def test_rows_that_leave_a_node_share_one_nic():
-    """Count all rows that leave a node at its NIC.
-
-    The formula separates the bytes of each level. Rows to the farthest level pass the NIC too, so that the formula is
-    too fast if that level's network is almost as fast.
-    """
+    """The formula takes the bytes of each level by themselves. Those to the farthest pass the NIC too: with a network
+    above that is almost as fast it is too fast, by what they add."""
     near = dataclasses.replace(TREE, networks=(*TREE.networks[:2], Network("all", 0, 3.9e9)))
     sizes, networks = near.levels(64)
     _, beta = combine_links(sizes, tuple((n.latency, 1 / n.bandwidth) for n in networks))
@@ -47,20 +44,17 @@ def test_rows_that_leave_a_node_share_one_nic():
 
 
 def test_a_group_that_does_not_fill_its_nodes():
-    """Simulate twelve ranks in nodes of eight as eight and four.
-
-    The formula has one level at the rate between nodes.
-    """
+    """Twelve ranks in nodes of eight are eight and four: for the formula one level, at the rate of what is between."""
     sizes, networks = FRONTIER.levels(12)
     _, beta = combine_links(sizes, tuple((n.latency, 1 / n.bandwidth) for n in networks))
     assert sizes == (12,)
     assert build_fabric(FRONTIER, range(12)).compute_busiest_link_seconds(torch.ones(12, 12)).item() == pytest.approx(
         8 * beta
-    )  # eight ranks send to all but each other
+    )  # of eight ranks all but eight
 
 
 def test_units_share_their_outgoing_links():
-    """Share the links of a switch between its ranks, and no other NIC."""
+    """A rank may use what its neighbours leave of a switch's links, not of another's NIC."""
     one = torch.zeros(64, 64)
     one[0, 60] = 4e9
     links = build_fabric(TREE, range(64))
@@ -74,7 +68,7 @@ def test_units_share_their_outgoing_links():
 
 @pytest.mark.parametrize(("ranks", "skew"), [(8, 0.0), (16, 0.0), (16, 1.0), (16, 2.0)])
 def test_drawn_exchanges_keep_their_busiest_link_busy(ranks, skew):
-    """Fair sharing takes as long as the busiest link alone."""
+    """So that fair sharing takes no longer than that link alone."""
     generator = torch.Generator().manual_seed(0)
     weights = compute_zipf_weights(64, skew)[torch.randperm(64, generator=generator)]
     choices = draw_choices(weights, ranks * 256, 6, generator)
@@ -85,7 +79,8 @@ def test_drawn_exchanges_keep_their_busiest_link_busy(ranks, skew):
 
 
 def test_fair_sharing_can_take_longer():
-    """Limit rank 0 by shared receivers: each gets a third of its rate for 0.3 of the three seconds."""
+    """Rank 0 has three seconds to send, but at first both that it sends to hear two others as well: it has a third of
+    each until these are done, after 0.3 seconds."""
     flows = torch.zeros(8, 8)
     flows[0, 1] = flows[0, 2] = 1.5
     flows[3, 1] = flows[4, 1] = flows[5, 2] = flows[6, 2] = 0.1
@@ -109,14 +104,14 @@ def test_a_ring_of_one_rank_a_node_is_the_formula(platform):
 
 
 def test_a_ring_gets_the_share_of_its_ranks():
-    """Leave each switch once with the links of four ranks, 4 x 1 GB/s, for a ring with one rank per node."""
+    """Four ranks a switch, one a node: the ring leaves it once, by what the four have of its links: 4 x 1 GB/s."""
     assert estimate_ring(TREE, range(0, 64, 4)) == pytest.approx(1 / 4e9)
     assert 1 / TREE.network_of(16, 4).bandwidth == 1 / 1e9  # the formula
 
 
 @pytest.mark.parametrize("members", [2, 4, 8])
 def test_several_rings_use_several_nics(members):
-    """Use n NICs for n ranks per node, each with 1/n of the traffic, unless the node itself is slower."""
+    """Of n ranks in a node each carries an n-th of what leaves it, unless the node itself is slower."""
     ranks = [node * 8 + i * 8 // members for node in range(16) for i in range(members)]
     wanted = max(1 / members / 12.5e9, (members - 1) / members / 50e9)
     assert estimate_ring(FRONTIER, ranks) == pytest.approx(wanted)
@@ -124,7 +119,7 @@ def test_several_rings_use_several_nics(members):
 
 
 def test_stragglers_are_as_measured():
-    """Draw (1, 1, 4) with equal probability: the mean is 2, within five standard deviations."""
+    """A third of them as each says: the mean of (1, 1, 4) is 2, to five standard deviations."""
     generator = torch.Generator().manual_seed(0)
     found = draw_slowdowns(Network("node", 8, 1e9, spread=(1.0, 1.0, 4.0)), (100, 100), generator)
     assert found.shape == (100, 100) and found.min() >= 1 and found.max() <= 4

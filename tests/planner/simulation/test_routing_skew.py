@@ -1,4 +1,4 @@
-"""Drawn rows: their number equals the formulas, and all of them arrive."""
+"""Drawn rows: as many as the formulas expect, and none is lost."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ WAYS = ("flat", "dedup", "rbd", "halo")
 SIZES = st.lists(st.sampled_from([2, 3, 4]), min_size=1, max_size=3).map(tuple)
 
 
-def draw_exchange(sizes, num_experts, top_k, tokens, skew=0.0, seed=0):
-    """Return the selected experts and source ranks for `tokens` tokens per rank."""
+def drawn(sizes, num_experts, top_k, tokens, skew=0.0, seed=0):
+    """(choices, sources) of so many tokens a rank."""
     ranks = math.prod(sizes)
     generator = torch.Generator().manual_seed(seed)
     weights = compute_zipf_weights(num_experts, skew)[torch.randperm(num_experts, generator=generator)]
@@ -27,7 +27,7 @@ def draw_exchange(sizes, num_experts, top_k, tokens, skew=0.0, seed=0):
 @given(st.integers(1, 9), st.floats(0, 4), st.integers(0, 9))
 @settings(max_examples=20, deadline=None)
 def test_a_token_takes_an_expert_once(top_k, skew, seed):
-    found, _ = draw_exchange((9,), 9, top_k, 20, skew, seed)
+    found, _ = drawn((9,), 9, top_k, 20, skew, seed)
     assert found.shape == (top_k, 180) and found.min() >= 0 and found.max() < 9
     assert (found[1:] > found[:-1]).all()
 
@@ -41,7 +41,7 @@ def test_popular_experts_are_chosen_by_their_weight():
 
 
 def test_the_second_choice_excludes_the_first():
-    """Draw the pair (0, 1) with weights 4, 2, 1 in both orders."""
+    """Weights 4, 2, 1: the pair (0, 1) comes as 0 then 1 or 1 then 0."""
     tokens = 100_000
     first, second = draw_choices(torch.tensor([4, 2, 1]), tokens, 2, torch.Generator().manual_seed(0))
     wanted = 4 / 7 * 2 / 3 + 2 / 7 * 4 / 5
@@ -52,13 +52,10 @@ def test_the_second_choice_excludes_the_first():
 
 @pytest.mark.parametrize(("sizes", "num_experts", "top_k"), [((8,), 64, 8), ((4, 8), 256, 8), ((2, 2, 4), 32, 3)])
 def test_rows_are_those_of_the_formulas(sizes, num_experts, top_k):
-    """Compare the mean rows that leave a rank per level with the formulas.
-
-    A token sends 0 to K rows, independent of other tokens, so that the mean has an error of at most five times K / (2
-    sqrt(tokens)).
-    """
+    """Mean rows that leave a rank, by level. Those of a token lie between 0 and K, independent of other tokens': their
+    mean is off by at most five times K / (2 sqrt(tokens))."""
     tokens, ranks = 512, math.prod(sizes)
-    choices, sources = draw_exchange(sizes, num_experts, top_k, tokens)
+    choices, sources = drawn(sizes, num_experts, top_k, tokens)
     wanted = build_exchange_sheet(len(sizes))(
         E=num_experts, k=top_k, t=1, w=1, w1=1, w_all=1,
         **collect_level_values(sizes, ((0.0, 1e-9),) * len(sizes), (0.0, 1e-9)),
@@ -86,24 +83,24 @@ def test_rows_are_those_of_the_formulas(sizes, num_experts, top_k):
 @given(SIZES, st.integers(1, 6), st.floats(0, 2), st.integers(0, 9))
 @settings(max_examples=30, deadline=None)
 def test_no_row_is_lost(sizes, top_k, skew, seed):
-    """Deliver one row per slot with every dispatch. In later hops a rank forwards the rows that it received."""
+    """What arrives is what was chosen, whatever the way; hop by hop a rank sends on what it has."""
     ranks, tokens = math.prod(sizes), 17
     num_experts = 6 * ranks
-    choices, sources = draw_exchange(sizes, num_experts, top_k, tokens, skew, seed)
-    traffic = {way: count_traffic(choices, sources, num_experts, sizes, way) for way in WAYS}
-    flat, dedup = traffic["flat"].hops[0], traffic["dedup"].hops[0]
+    choices, sources = drawn(sizes, num_experts, top_k, tokens, skew, seed)
+    made = {way: count_traffic(choices, sources, num_experts, sizes, way) for way in WAYS}
+    flat, dedup = made["flat"].hops[0], made["dedup"].hops[0]
     assert flat.sum() == top_k * ranks * tokens and (flat.sum(1) == top_k * tokens).all()
     assert (flat.sum(0) == count_choices(choices, num_experts, ranks)).all()
     assert (dedup <= flat).all() and (dedup <= tokens).all()
     arrives = dedup.sum(0)
-    assert (traffic["rbd"].hops[-1].sum(0) == arrives).all()
-    near = traffic["halo"].beside
-    assert near is not None and (traffic["halo"].hops[-1].sum(0) + near.sum(0) == arrives).all()
-    for before, after in zip(traffic["rbd"].hops, traffic["rbd"].hops[1:], strict=False):
-        assert (after.sum(1) >= before.sum(0)).all()  # each received row goes on to at least one rank
-    assert traffic["rbd"].hops[0].sum() <= dedup.sum()
+    assert (made["rbd"].hops[-1].sum(0) == arrives).all()
+    near = made["halo"].beside
+    assert near is not None and (made["halo"].hops[-1].sum(0) + near.sum(0) == arrives).all()
+    for before, after in zip(made["rbd"].hops, made["rbd"].hops[1:], strict=False):
+        assert (after.sum(1) >= before.sum(0)).all()  # a row that came goes on to one rank or more
+    assert made["rbd"].hops[0].sum() <= dedup.sum()
 
 
 def test_a_seed_determines_the_draw():
-    one, again, other = (draw_exchange((4,), 16, 2, 50, 1.0, seed)[0] for seed in (3, 3, 4))
+    one, again, other = (drawn((4,), 16, 2, 50, 1.0, seed)[0] for seed in (3, 3, 4))
     assert (one == again).all() and (one != other).any()

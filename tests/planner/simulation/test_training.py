@@ -1,4 +1,4 @@
-"""Simulated steps equal their formulas if those omit nothing, else within stated bounds."""
+"""A step as events against its formulas: equal if they leave nothing out, else within stated bounds."""
 
 from __future__ import annotations
 
@@ -27,14 +27,12 @@ from ...pace import within
 FRONTIER, DGX, H200, A100 = map(find_platform, ("frontier", "dgx-h100", "h200", "a100-40gb"))
 
 
-def make_even_model(name, layers):
-    """Return a model with equal stages: divisible layers, all with experts, and no logits."""
+def alike(name, layers):
+    """A model whose stages have the same to do: layers that divide, all with experts, and no logits."""
     return find_model(name).replace(num_layers=layers, num_moe_layers=layers, vocab_size=0)
 
 
-OLMOE = make_even_model("olmoe-1b-7b", 16)
-QWEN = make_even_model("qwen3-30b-a3b", 48)
-DEEPSEEK = make_even_model("deepseek-v3", 64)
+OLMOE, QWEN, DEEPSEEK = alike("olmoe-1b-7b", 16), alike("qwen3-30b-a3b", 48), alike("deepseek-v3", 64)
 CASES = [
     (OLMOE, Layout(dp=8, ep=8, dispatch="flat", microbatches=4), H200, True),
     (OLMOE, Layout(dp=8, ep=8, sequences=2, microbatches=2), A100, True),
@@ -57,12 +55,12 @@ CASES = [
 ]
 
 
-def bound_sampling(model, layout, platform, first):
-    """Return bounds of the expected excess of the busiest link and rank of a stage over the mean.
+def sampling(model, layout, platform, first):
+    """By how much the busiest of all links and ranks of a stage has more than the mean, in expectation at most.
 
-    A link carries N rows on average. They are selections of many tokens, and those of one token exclude each other, so
-    that the variance is at most N, times the number of tensor ranks with equal tokens. The maximum of n such numbers
-    exceeds the mean by at most sqrt(2 ln n) standard deviations.
+    A link has N rows in the mean. Whether a row goes there are choices of many tokens, and those of one token exclude
+    each other, so that the variance is N at most; times the tensor ranks that have the same tokens. The most of n
+    such numbers is sqrt(2 ln n) standard deviations above the mean at most.
     """
     found = find_step_sheet(layout, platform, first)(**collect_values(model, layout, platform, first))
     tokens = layout.sequences * layout.tokens / (layout.tp if layout.ssmb else 1)
@@ -75,24 +73,21 @@ def bound_sampling(model, layout, platform, first):
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
 def test_formulas_and_events_agree(case):
-    """Compare steps without skew and stragglers.
-
-    The rest is the sampling of the busiest rank (`bound_sampling`), rings of gradients that use several NICs of a
-    node, and transfers between stages, which the formulas add.
-    """
+    """Without skew and stragglers. All else is the sampling of the busiest rank (`sampling`), gradients' rings that use
+    several NICs of a node, and transfers between stages, which the formulas add up."""
     model, layout, platform, first = case
     found = simulate(*case, stragglers=False)
     formulas, parts = found.formulas, found.components
     assert sum(parts.values()) == pytest.approx(found.seconds)
     step = find_step_sheet(layout, platform, first)(**collect_values(model, layout, platform, first))
     assert sum(formulas.values()) == pytest.approx(step["T_step"])
-    logits = layout.microbatches * step["n_pass"] * step["T_logits"]  # only the last stage computes logits
+    logits = layout.microbatches * step["n_pass"] * step["T_logits"]  # of the last stage alone; not quite nothing
     assert formulas["compute"] - logits <= parts["compute"] * (1 + 1e-9) <= formulas["compute"] * (1 + 2e-9)
     for name in ("tensor ranks", "optimizer"):
         assert parts[name] == pytest.approx(formulas[name]), name
     for name in ("gradients", "parameters"):
         assert formulas[name] / platform.node_size - 1e-12 <= parts[name] <= formulas[name] * (1 + 1e-9), name
-    links, loads = bound_sampling(*case)
+    links, loads = sampling(*case)
     assert formulas["exchanges"] * (1 - links / 2) <= parts["exchanges"] <= formulas["exchanges"] * (1 + links)
     assert -1e-9 <= parts["waiting"] <= formulas["compute"] * loads + formulas["exchanges"] * links
     once = parts["gradients"] + parts["optimizer"]
@@ -106,7 +101,7 @@ def test_formulas_and_events_agree(case):
 
 
 def test_sums_of_a_stage_are_the_formulas():
-    """Compare a rank with the mean number of slots, for all policies of saved and recomputed tensors."""
+    """Of a rank with the mean of choices, whatever is kept and whatever runs again."""
     whole = find_model("qwen3-30b-a3b")
     kinds: list[dict[str, Any]] = [{}, dict(kept="x"), dict(recompute=True), dict(zero=3), dict(kept="all")]
     for more in kinds:
@@ -129,8 +124,8 @@ def test_layers_that_do_not_divide():
     """Of the model's 61 layers three of 16 stages have 3, the others 4, and only the last one has logits."""
     layout = Layout(pp=16, tp=4, dp=16, ep=16, ssmb=True, dispatch="halo", microbatches=64)
     model = find_model("deepseek-v3")
-    stages = build_stages(model, layout, FRONTIER, True)
-    assert sum(stage.moe_layers for stage in stages) == model.num_moe_layers
+    every = build_stages(model, layout, FRONTIER, True)
+    assert sum(stage.moe_layers for stage in every) == model.num_moe_layers
     assert simulate(model, layout, FRONTIER).ratio == pytest.approx(1, abs=0.02)
     assert simulate(DEEPSEEK, layout, FRONTIER).ratio == pytest.approx(1, abs=0.02)
 
@@ -159,11 +154,11 @@ def test_skew_takes_longer():
         assert more.components["waiting"] > less.components["waiting"]
         assert more.components["exchanges"] > less.components["exchanges"]
         assert more.formulas == less.formulas
-    assert found[-1].imbalance <= 8  # a rank has at most all slots
+    assert found[-1].imbalance <= 8  # a rank cannot have more than all choices
 
 
 def test_nearly_all_choices_on_one_expert():
-    """Send 1 / (1 + 2^-4 + 3^-4 + ...) of the slots to the first of eight ranks, within five standard deviations."""
+    """Of eight, on as many ranks: the first has 1 of 1 + 2^-4 + 3^-4 + ...; to five standard deviations."""
     model = OLMOE.replace(num_experts=8, top_k=1)
     found = simulate(model, Layout(dp=8, ep=8, dispatch="flat"), DGX, skew=4.0)
     share = 1 / sum(n**-4 for n in range(1, 9))
@@ -172,12 +167,12 @@ def test_nearly_all_choices_on_one_expert():
 
 
 def test_tensor_ranks_with_equal_tokens_select_equally():
-    """Double the excess of the busiest rank over the mean, sqrt(4), if four ranks without SSMB send equal rows."""
+    """Without SSMB four ranks send the same rows: what the busiest has above the mean is twice as much (sqrt(4))."""
     apart, alike_ = (simulate(QWEN, Layout(tp=tp, dp=8 // tp, ep=8, tokens=256), DGX).imbalance - 1 for tp in (1, 4))
     assert 1.5 < alike_ / apart < 2.5
 
 
-def add_spread(*values):
+def spread(*values):
     networks = [dataclasses.replace(network, spread=values) for network in DGX.networks]
     return dataclasses.replace(DGX, networks=tuple(networks))
 
@@ -192,7 +187,7 @@ def test_stragglers_take_longer(dispatch):
     assert 1.9 < ratio < 2.1 if dispatch == "dedup" else 1.9 < ratio < 4
     assert with_.seconds > without.seconds and with_.exchanges[-1] > 3 * with_.exchanges[0]
     assert with_.components["compute"] == pytest.approx(without.components["compute"])
-    assert simulate(model, layout, DGX).seconds == without.seconds  # a platform without measured stragglers
+    assert simulate(model, layout, DGX).seconds == without.seconds  # nobody measured any
 
 
 def test_a_seed_determines_the_simulation():
@@ -208,7 +203,7 @@ def test_the_number_of_threads_is_restored():
 
 
 def test_schedules():
-    """Schedules with smaller bubbles are faster; GPipe and 1F1B differ only by transfers."""
+    """Those with less of a bubble are faster; GPipe and 1F1B differ by transfers alone."""
     model, layout, platform = OLMOE, Layout(pp=4, dp=8, ep=8, microbatches=8, tokens=256), DGX
     found = {
         name: simulate(model, dataclasses.replace(layout, schedule=name, chunks=chunks), platform).components["stages"]
@@ -253,7 +248,7 @@ def test_parts_are_the_step(pp, tp, dp, ep, dispatch, microbatches, skew):
 
 
 def test_packing_takes_time_too():
-    """Count half of the handling for sent rows and half for received ones, as the formula does."""
+    """As the formula: of what a rank sends and receives, a half each."""
     slow, layout = dataclasses.replace(DGX, handling=1e-9), Layout(dp=8, ep=8, tokens=1024)
     found = simulate(OLMOE, layout, slow)
     assert found.components["exchanges"] == pytest.approx(found.formulas["exchanges"], rel=0.05)
