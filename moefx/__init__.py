@@ -12,6 +12,8 @@ from .ir.op_providers import load_before_first_choice
 
 if TYPE_CHECKING:
     from .api import Explanation, compile, explain, verify
+    from .checkpoints.load import load_pretrained
+    from .checkpoints.save import save_pretrained
     from .compiled_blocks import Block, blocks, graph, history
     from .distribution.data_parallelism import parallelize
     from .distribution.pipelines.pipeline_model import Pipeline
@@ -31,12 +33,15 @@ if TYPE_CHECKING:
 __all__ = [
     "Block", "Explanation", "MoefxError", "NoMoEBlockFound", "Pipeline", "Plan", "Platform",
     "blocks", "capture_step", "clip_grad_norm_", "compile", "expert_parameter_names", "explain", "full_state_dict",
-    "graph", "history", "order_hosts", "parallelize", "pipeline", "plan", "rewrite_graph", "save_routing", "verify",
+    "graph", "history", "load_pretrained", "order_hosts", "parallelize", "pipeline", "plan", "rewrite_graph",
+    "save_pretrained", "save_routing", "verify",
 ]  # fmt: skip
 # Names that are imported on first use: `import moefx` must stay cheap beside `import torch`, and torch.distributed is
 # not in every build.
 _NAMES = {
     ".api": ("Explanation", "compile", "explain", "verify"),
+    ".checkpoints.load": ("load_pretrained",),
+    ".checkpoints.save": ("save_pretrained",),
     ".compiled_blocks": ("Block", "blocks", "graph", "history"),
     ".distribution.data_parallelism": ("parallelize",),
     ".distribution.pipelines.pipeline_model": ("Pipeline",),

@@ -44,6 +44,10 @@ class InvalidInput(MoefxError, ValueError):
     """Example inputs, or the inputs of a call, do not fit the model."""
 
 
+class InvalidCheckpoint(MoefxError, ValueError):
+    """The files of a checkpoint do not fit the model, or a tensor cannot be written to such files."""
+
+
 class CaptureError(MoefxError):
     """A block does not run on abstract tensors. Carries the user's source line."""
 

@@ -189,8 +189,8 @@ def _check_nodes(entry: Entry, plan: Plan, platform: Platform) -> None:
     if entry.layout.dispatch in ("rbd", "halo") and plan.node_size is None and here != platform.node_size:
         raise InvalidPlan(
             f"the entry's rows travel by nodes of {platform.node_size} ranks ({entry.layout.dispatch!r}), and a node "
-            f"of this job has {here}: build(..., node_size={here}) takes these, or rank layouts on a platform with these "
-            "nodes"
+            f"of this job has {here}: build(..., node_size={here}) takes these, or rank layouts on a platform with "
+            "these nodes"
         )
 
 

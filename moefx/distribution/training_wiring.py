@@ -15,7 +15,7 @@ from ..runtime.ranks.expert_layout import ExpertLayout
 from ..runtime.ranks.overwrite_detection import OverwritingWatch, SettleOnLoad
 from ..runtime.ranks.reductions import GRADIENT_WATCH, GradientWatch, Reduction, build_reductions, format_reductions
 from ..runtime.ranks.sharding import resolve_expert_axes
-from ..runtime.ranks.state_dicts import join_name
+from ..runtime.ranks.state_dicts import join_name, refuse_save_pretrained
 from ..runtime.ranks.topology import ExpertAxis
 from .spread_models import expert_parameter_names
 
@@ -83,6 +83,7 @@ def prepare_training(compiled: nn.Module, axis: ExpertAxis, plan: Plan) -> None:
         f"{left}. Plan(gradients='manual') says that you do it"
     )  # fmt: skip
     vars(compiled)[SPREAD_MESH] = SpreadMesh(axis.mesh, reductions)
+    refuse_save_pretrained(compiled)
     vars(compiled)[DDP_IGNORED] = IgnoredByDDP(compiled, getattr(compiled, DDP_IGNORED, ()), advice)
     vars(compiled)[GRADIENT_WATCH] = GradientWatch(compiled, expert_parameter_names(compiled), reductions, manual)
 
@@ -94,3 +95,4 @@ def mark_as_spread(model: nn.Module, mesh: DeviceMesh, expert_axes: tuple[str, .
         expert_axes: the axes over which the experts of other stages are spread, () if all ranks hold all experts.
     """
     vars(model)[SPREAD_MESH] = SpreadMesh(mesh, build_reductions(mesh, expert_axes, sequence_axis))
+    refuse_save_pretrained(model)

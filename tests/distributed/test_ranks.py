@@ -77,6 +77,12 @@ def test_states_are_saved_and_loaded_over_ranks(four_ranks, case):
     four_ranks(*case)
 
 
+@for_each_case("pretrained_cases")
+def test_folders_are_loaded_and_saved_over_ranks(four_ranks, case):
+    pytest.importorskip("safetensors")
+    four_ranks(*case)
+
+
 @for_each_case("wrapper_cases")
 def test_wrappers_of_models_work_over_ranks_or_are_refused(four_ranks, case):
     four_ranks(*case)
@@ -200,6 +206,12 @@ def test_unreduced_gradients_are_reported(four_ranks, case):
 
 def test_hooks_of_optimizers_are_removed():
     launch(2, "tests.distributed.reduction_cases", "hooks_of_optimizers")
+
+
+@pytest.mark.hf
+def test_folders_of_transformers_are_loaded_and_saved_over_ranks(four_ranks):
+    pytest.importorskip("transformers")
+    four_ranks("pretrained_cases", "transformers_models")
 
 
 @pytest.mark.sampled(2)

@@ -53,7 +53,7 @@ def full_state_dict(
     for block, (parameters, placement, routes) in spread.items():
         for name, value in _gather_separate_experts(local_state, block, parameters, placement, routes):
             keep(name, value)
-    order = [name for name in _iterate_names(model) if name in merged]
+    order = [name for name in iterate_names(model) if name in merged]
     return {name: merged[name] for name in dict.fromkeys([*order, *merged])}
 
 
@@ -78,14 +78,14 @@ def _unshard(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _iterate_names(module: nn.Module, prefix: str = "") -> Iterator[str]:
+def iterate_names(module: nn.Module, prefix: str = "") -> Iterator[str]:
     """Return the names in the original state dict, including experts on other ranks."""
     names = [*module._parameters, *(b for b in module._buffers if b not in module._non_persistent_buffers_set)]
     for name in [*names, "_extra_state"]:
         yield prefix + name
     for name, child in module._modules.items():
         if child is not None:
-            yield from _iterate_names(child, f"{prefix}{name}.")
+            yield from iterate_names(child, f"{prefix}{name}.")
 
 
 def join_name(block: str, name: str) -> str:
@@ -132,6 +132,33 @@ class OnSave:
                 f"get_model_state_dict(full_state_dict=True) cannot gather {prefix[:-1] or 'the model'}, whose experts "
                 "are parameters of their own on other ranks: use moefx.full_state_dict(model)"
             )
+
+
+class RefuseSavePretrained:
+    """Stands for the method `save_pretrained` of a module of a spread model, which would write this rank's part only.
+
+    It works if it gets the state dict of all experts.
+    """
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+
+    def __call__(self, save_directory: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
+        if state_dict is None:
+            name = type(self.module).__name__
+            raise MoefxError(
+                f"{name}.save_pretrained({str(save_directory)!r}) would write this rank's part of a model that is "
+                "spread over ranks: call moefx.save_pretrained(model, folder) on every rank. It writes the same files"
+            )
+        cls: Any = type(self.module)
+        return cls.save_pretrained(self.module, save_directory, *args, state_dict=state_dict, **kwargs)
+
+
+def refuse_save_pretrained(model: nn.Module) -> None:
+    """Let the method `save_pretrained` of a spread model, and of the models in it, raise with the call that works."""
+    for module in model.modules():
+        if hasattr(type(module), "save_pretrained"):
+            vars(module)["save_pretrained"] = RefuseSavePretrained(module)
 
 
 def _is_gathering_full_state_dict() -> bool:

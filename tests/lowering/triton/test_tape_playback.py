@@ -11,7 +11,7 @@ import torch
 
 from moefx.ir import op_providers
 from moefx.lowering.triton import launch_replay, tape_playback
-from moefx.lowering.triton.tape_playback import Allocate, Apply, LaunchBatch, Free, Launch, Playback
+from moefx.lowering.triton.tape_playback import Allocate, Apply, Free, Launch, LaunchBatch, Playback
 
 from ...ir.routings import Routing
 from .test_expert_mlp_call import LINEAR, move_layer

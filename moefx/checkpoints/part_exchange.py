@@ -1,0 +1,115 @@
+"""Gather regions of tensors, whose parts several ranks hold, on the rank that writes them."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import InvalidCheckpoint, MoefxError
+from .model_tensors import LocalPart
+from .tensor_regions import Region
+
+
+class PartExchange:
+    """The parts of all ranks. Collective.
+
+    Args:
+        parts: what this rank holds.
+        group: the ranks, None if this process holds everything.
+        device: of the group's collectives.
+
+    Attributes:
+        rank, ranks: this rank, and all ranks of the group, in the world.
+        described: shape and dtype of each tensor, by name.
+    """
+
+    def __init__(self, parts: dict[str, LocalPart], group: dist.ProcessGroup | None, device: torch.device):
+        self.group, self.device, self._parts = group, device, parts
+        self.ranks = [0] if group is None else dist.get_process_group_ranks(group)
+        self.rank = self.ranks[0] if group is None else dist.get_rank()
+        own = {name: (part.shape, part.tensor.dtype, part.region) for name, part in parts.items()}
+        self.described: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        self._owners: dict[str, dict[Region, list[int]]] = {}
+        for rank, held in zip(self.ranks, self._gather_objects(own), strict=True):
+            for name, (shape, dtype, region) in held.items():
+                if self.described.setdefault(name, (shape, dtype)) != (shape, dtype):
+                    raise InvalidCheckpoint(
+                        f"{name} has different shapes or dtypes on ranks: {shape}, {dtype} on {rank}"
+                    )
+                self._owners.setdefault(name, {}).setdefault(region, []).append(rank)
+        for name, (shape, _) in self.described.items():
+            held_elements = sum(math.prod(end - first for first, end in region) for region in self._owners[name])
+            if held_elements != math.prod(shape):
+                raise MoefxError(
+                    f"the ranks hold {held_elements} of the {math.prod(shape)} elements of {name}, in the regions "
+                    f"{list(self._owners[name])}: every rank that holds a part of the model has to call this"
+                )
+
+    def gather(self, name: str, region: Region, out: Tensor, writer: int) -> None:
+        """Write a region of a tensor into `out` on the rank `writer`. All ranks call this in the same order.
+
+        Args:
+            out: has the region's shape; a meta tensor on other ranks.
+        """
+        for held, owners in self._owners[name].items():
+            overlap = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(region, held, strict=True))
+            if any(first >= end for first, end in overlap):
+                continue
+            owner = writer if writer in owners else owners[0]
+            if self.rank not in (owner, writer):
+                continue
+            view, dtype = out[_cut(overlap, region)], self.described[name][1]
+            if self.rank == owner:
+                part = self._parts[name].tensor[_cut(overlap, held)]
+                if owner != writer:
+                    flat = part.to(self.device).contiguous().reshape(-1)
+                    dist.send(flat.view(torch.uint8), writer, group=self.group)
+                    continue
+                view.copy_(part)
+                continue
+            is_direct = view.is_contiguous() and view.device.type == self.device.type and view.dtype == dtype
+            part = view if is_direct else torch.empty(view.shape, dtype=dtype, device=self.device)
+            dist.recv(part.reshape(-1).view(torch.uint8), owner, group=self.group)
+            if not is_direct:
+                view.copy_(part)
+
+    def merge_tied(self, tied: dict[str, str]) -> dict[str, str]:
+        """Return the second names of parameters that any rank has. Collective."""
+        return {name: first for each in self._gather_objects(tied) for name, first in each.items()}
+
+    def check_agreement(self, plan: Any) -> None:
+        """Check that all ranks have the same plan, which decides on the order of sends and receives. Collective.
+
+        Raises:
+            MoefxError: a rank has another plan.
+        """
+        digests = self._gather_objects(hashlib.sha256(repr(plan).encode()).hexdigest())
+        others = [rank for rank, digest in zip(self.ranks, digests, strict=True) if digest != digests[0]]
+        if others:
+            raise MoefxError(f"ranks {others} would write other files than rank {self.ranks[0]}: build the same model")
+
+    def raise_together(self, error: Exception | None) -> None:
+        """Raise on every rank if one of them has an error. Collective."""
+        texts = self._gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        for rank, text in zip(self.ranks, texts, strict=True):
+            if text:
+                raise MoefxError(f"rank {rank} failed: {text}")
+
+    def _gather_objects(self, value: Any) -> list[Any]:
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * len(self.ranks)
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+
+def _cut(overlap: Region, around: Region) -> tuple[slice, ...]:
+    """Return the index of a region in a tensor that holds the region `around`."""
+    return tuple(slice(a - first, b - first) for (a, b), (first, _) in zip(overlap, around, strict=True))

@@ -1,0 +1,155 @@
+"""`save_pretrained`: write a model that ranks hold in parts as a checkpoint in the Hugging Face layout."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from ..errors import InvalidCheckpoint, MoefxError
+from .key_conversion import KeyGroup, find_transformers_model, group_model_names
+from .model_tensors import ModelTensors, collect_tensors, find_group, get_root, list_models
+from .part_exchange import PartExchange
+from .safetensors_files import (
+    SINGLE_FILE,
+    ShardFile,
+    TensorEntry,
+    parse_size,
+    remove_shards,
+    split_into_shards,
+    write_index,
+)
+from .tensor_regions import RecordedConversion, whole_region
+
+
+def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB") -> None:
+    """Write a checkpoint in the Hugging Face layout that transformers' `from_pretrained` and `load_pretrained` load.
+    Collective for a model that ranks hold in parts: every rank calls it with the same folder, which all ranks see.
+
+    Files have the original's names and the layout of the checkpoint that was loaded; for a model that was not loaded,
+    the layout that transformers writes. Models that are not of transformers have the names of their state dict. Ranks
+    take turns in writing files. Memory beside a rank's own parts: one tensor of the checkpoint, on the CPU.
+
+    Args:
+        model: any module, or a `Pipeline`.
+        folder: is created if it does not exist. Files of an earlier checkpoint in it are removed.
+        max_shard_size: the size of a file in bytes, or text such as "5GB". A larger tensor has a file of its own.
+
+    Raises:
+        InvalidCheckpoint: a tensor cannot be stored in such files.
+        MoefxError: the model is quantized, or another rank failed.
+    """
+    root, max_bytes = get_root(model), parse_size(max_shard_size)
+    transformers_model = find_transformers_model(list_models(root))
+    if getattr(transformers_model, "hf_quantizer", None) is not None:
+        raise MoefxError("save_pretrained writes models that are not quantized: call the model's own save_pretrained")
+    group, device = find_group(root)
+    tensors = collect_tensors(root)
+    meta = [name for name, part in tensors.parts.items() if part.tensor.is_meta]
+    if meta:
+        raise InvalidCheckpoint(f"{meta[0]} is on the meta device, without values: call moefx.load_pretrained first")
+    exchange = PartExchange(tensors.parts, group, device)
+    outputs = _plan_outputs(transformers_model, exchange, _choose_names(transformers_model, tensors, exchange))
+    exchange.check_agreement([each.entry for each in outputs])
+    shards = split_into_shards([each.entry for each in outputs], max_bytes)
+    path = Path(folder)
+    error: Exception | None = None
+    try:
+        if exchange.rank == exchange.ranks[0]:
+            path.mkdir(parents=True, exist_ok=True)
+            remove_shards(path)
+            _write_configs(transformers_model, path)
+    except Exception as found:
+        error = found
+    exchange.raise_together(error)
+    by_key = {each.entry.key: each for each in outputs}
+    for number, (name, entries) in enumerate(shards.items()):
+        _write_shard(path / name, [by_key[entry.key] for entry in entries], exchange, number)
+    if exchange.rank == exchange.ranks[0] and list(shards) != [SINGLE_FILE]:
+        write_index(path, shards)
+    exchange.raise_together(None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Output:
+    """A tensor of the checkpoint, and the conversion that computes it."""
+
+    entry: TensorEntry
+    conversion: RecordedConversion
+
+
+def _choose_names(transformers_model: Any, tensors: ModelTensors, exchange: PartExchange) -> list[str]:
+    """Return the names to save: one for each parameter, and none that transformers leaves out."""
+    left_out: set[str] = set(getattr(transformers_model, "_keys_to_ignore_on_save", None) or ())
+    declared = getattr(transformers_model, "all_tied_weights_keys", None)  # transformers 5
+    declared = declared or getattr(transformers_model, "_tied_weights_keys", None) or ()
+    by_first: dict[str, list[str]] = {}
+    for name, first in exchange.merge_tied(tensors.tied).items():
+        by_first.setdefault(first, [first]).append(name)
+    for names in by_first.values():
+        kept = next((n for n in names if not any(re.search(pattern, n) for pattern in declared)), names[0])
+        left_out.update(name for name in names if name != kept)
+    return [name for name in tensors.names if name not in left_out]
+
+
+def _plan_outputs(transformers_model: Any, exchange: PartExchange, names: Iterable[str]) -> list[_Output]:
+    """Find the tensors of the checkpoint. All ranks return the same ones in the same order."""
+    described = exchange.described
+    shapes = {name: shape for name, (shape, _) in described.items()}
+    outputs: dict[str, _Output] = {}
+    for group in group_model_names(transformers_model, names):
+        for each in _list_outputs(group, described, transformers_model, shapes):
+            if each.entry.key in outputs:
+                raise InvalidCheckpoint(f"two tensors of the model would be {each.entry.key} in the checkpoint")
+            outputs[each.entry.key] = each
+    return list(outputs.values())
+
+
+def _list_outputs(
+    group: KeyGroup, described: Any, transformers_model: Any, shapes: dict[str, tuple[int, ...]]
+) -> Iterator[_Output]:
+    conversion = group.record({name: described[name] for name in group.source_names}, transformers_model, shapes)
+    for key, value in conversion.results.items():
+        yield _Output(TensorEntry(key, tuple(value.shape), value.dtype), conversion)
+
+
+def _write_shard(path: Path, outputs: list[_Output], exchange: PartExchange, number: int) -> None:
+    """Write a file on one rank, from the parts of all. Ranks that hold no part of a tensor go on to the next one."""
+    writer = exchange.ranks[number % len(exchange.ranks)]
+
+    def read(name: str, region: Any, out: Tensor) -> None:
+        exchange.gather(name, region, out, writer)
+
+    if exchange.rank == writer:
+        with ShardFile(path, [each.entry for each in outputs]) as file:
+            for each in outputs:
+                whole = torch.empty(each.entry.shape, dtype=each.entry.dtype)
+                each.conversion.fill(whole, each.entry.key, whole_region(each.entry.shape), read)
+                file.append(whole)
+        return
+    for each in outputs:
+        whole = torch.empty(each.entry.shape, dtype=each.entry.dtype, device="meta")
+        each.conversion.fill(whole, each.entry.key, whole_region(each.entry.shape), read)
+
+
+def _write_configs(model: Any, folder: Path) -> None:
+    """Write the configs of a model of transformers, as its own `save_pretrained` does."""
+    if model is None:
+        return
+    config = copy.deepcopy(model.config)
+    cls = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
+    config.architectures = [cls.__name__]
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    if dtype is not None:
+        setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", str(dtype).removeprefix("torch."))
+    config.save_pretrained(folder)
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
