@@ -1,4 +1,4 @@
-"""Hand-made rewritten blocks, for the tests of the runtime."""
+"""Hand-made rewritten blocks for tests of the runtime."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from moefx.runtime.program import Program
 from ..ir.graphs import Block, build_block_graph
 
 
-def key_of(block: nn.Module, *args: Any, **kwargs: Any) -> Specialization:
+def make_key(block: nn.Module, *args: Any, **kwargs: Any) -> Specialization:
     leaves = flatten_arguments(make_binder(inspect.signature(block.forward))(*args, **kwargs))
     return specialize_call(block, leaves)._replace(training=None, grad=None)
 
 
-def history_of(*graphs: BlockGraph) -> History:
+def make_history(*graphs: BlockGraph) -> History:
     names = ("rewrite", "fuse")
     snapshots = (Snapshot(i + 1, len(graphs), names[i], 1.0, 1, 0, "", g) for i, g in enumerate(graphs))
     return History(graphs[0].name, tuple(snapshots))
 
 
-def program_of(block: Block, x: torch.Tensor, guards: Sequence[Guard] = (), **changes: Any) -> Program:
+def build_program(block: Block, x: torch.Tensor, guards: Sequence[Guard] = (), **changes: Any) -> Program:
     num_experts = len(block.experts)
-    history = history_of(build_block_graph(num_experts, fused=False), build_block_graph(num_experts))
-    key = key_of(block, x)._replace(**changes)
+    history = make_history(build_block_graph(num_experts, fused=False), build_block_graph(num_experts))
+    key = make_key(block, x)._replace(**changes)
     return Program(key, history, find_absorbed_names(block, history.graph), guards)
 
 
@@ -51,5 +51,5 @@ class Model(nn.Module):
 def rewrite(model: nn.Module, x: torch.Tensor, **options: Any) -> list[BlockForward]:
     """Rewrite every `Block` of a model in place."""
     blocks = {name: m for name, m in model.named_modules() if isinstance(m, Block)}
-    program = program_of(next(iter(blocks.values())), x)
+    program = build_program(next(iter(blocks.values())), x)
     return [install_forward(m, [program.renamed(name)], name=name, **options) for name, m in blocks.items()]

@@ -1,7 +1,7 @@
-"""A module of helpers that other modules' forwards call, with its own setting."""
+"""Helpers with a setting, which forwards of other modules call."""
 
 SCALE = 1.0
 
 
-def scaled(y):
+def scale(y):
     return y * SCALE

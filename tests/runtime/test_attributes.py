@@ -1,4 +1,4 @@
-"""Plain attributes and globals that a forward reads: if they change, the block is compiled again."""
+"""Plain attributes and globals that a forward reads: blocks are compiled again if they change."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SETTINGS = {"temperature": 1.0}
 NAMESPACE = types.SimpleNamespace(offset=0.0, other=1)
 
 
-def amplified(y):
+def amplify(y):
     return y * GAIN
 
 
@@ -59,7 +59,7 @@ class Block(nn.Module):
         for e, expert in enumerate(self.experts):
             token, slot = torch.where(chosen == e)
             y = self.act(expert(x[token])) * self.options["power"][1]
-            out.index_add_(0, token, amplified(y) * weights[token, slot, None])
+            out.index_add_(0, token, amplify(y) * weights[token, slot, None])
         return out * self.scale * self.boost
 
 
@@ -87,37 +87,37 @@ def _proofs_are_shared():
         yield
 
 
-def pair(x, kind=Block):
+def build_pair(x, kind=Block):
     model = kind().double()
     return model, moefx.compile(copy.deepcopy(model), example_inputs=(x,))
 
 
-def calls(compiled):
+def count_calls(compiled):
     return moefx.explain(compiled).matched[0].calls
 
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_changed_attribute_recompiles(change, x):
-    model, compiled = pair(x)
+    model, compiled = build_pair(x)
     before = model(x)
     torch.testing.assert_close(compiled(x), before, rtol=0, atol=1e-13)
     change(model), change(compiled)
     assert not torch.allclose(model(x), before)
     for _ in range(2):
         torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
-    assert calls(compiled) == (3, 0, 1)  # three rewritten calls, one that met a changed attribute
+    assert count_calls(compiled) == (3, 0, 1)  # three rewritten calls, one of them after a change
 
 
 def test_unread_attributes_may_change(x):
-    model, compiled = pair(x)
+    model, compiled = build_pair(x)
     compiled.config.name, compiled.seen = "other", 5
     torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
-    assert calls(compiled) == (1, 0, 0)
+    assert count_calls(compiled) == (1, 0, 0)
 
 
 def test_back_to_the_old_value_finds_the_old_program(x):
-    model, compiled = pair(x)
+    model, compiled = build_pair(x)
     for k in (1, 2, 1, 2):
         model.k = compiled.k = k
         torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
@@ -126,44 +126,44 @@ def test_back_to_the_old_value_finds_the_old_program(x):
 
 @pytest.mark.parametrize("name, value", [("GAIN", 5.0), ("SETTINGS", {"temperature": 0.2})])
 def test_a_changed_global_recompiles(monkeypatch, name, value, x):
-    model, compiled = pair(x)
+    model, compiled = build_pair(x)
     torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
     before = model(x)
     monkeypatch.setitem(globals(), name, value)
     assert not torch.allclose(model(x), before)
     torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
-    assert calls(compiled) == (2, 0, 1)
+    assert count_calls(compiled) == (2, 0, 1)
 
 
 def test_a_global_of_an_attribute_s_name_is_not_read(monkeypatch, x):
-    """`self.scale` says nothing of a `scale` in the script."""
+    """Ignore a global `scale` if the forward reads `self.scale`."""
     monkeypatch.setitem(globals(), "scale", [])
     monkeypatch.setitem(globals(), "k", 5)
-    model, compiled = pair(x)
+    model, compiled = build_pair(x)
     monkeypatch.setitem(globals(), "scale", [1.0])
     monkeypatch.setitem(globals(), "k", 6)
     torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
-    assert calls(compiled) == (1, 0, 0)
+    assert count_calls(compiled) == (1, 0, 0)
 
 
 def test_attribute_that_always_changes_warns_a_bounded_number_of_times(monkeypatch, x, caplog):
     monkeypatch.setattr(block_forward, "MAX_SPECIALIZATIONS", 2)
-    model, compiled = pair(x)
+    model, compiled = build_pair(x)
     for step in range(6):
         monkeypatch.setitem(globals(), "GAIN", 1.0 + step / 7)
         torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
-    said = [r for r in caplog.records if "runs the original forward" in r.getMessage()]
-    assert 0 < len(said) <= 2
+    records = [r for r in caplog.records if "runs the original forward" in r.getMessage()]
+    assert 0 < len(records) <= 2
 
 
 def test_a_changed_global_object_recompiles(monkeypatch, x):
-    model, compiled = pair(x)
+    model, compiled = build_pair(x)
     monkeypatch.setattr(NAMESPACE, "other", 2)
     torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
-    assert calls(compiled) == (1, 0, 0)
+    assert count_calls(compiled) == (1, 0, 0)
     monkeypatch.setattr(NAMESPACE, "offset", -1.0)
     torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
-    assert calls(compiled) == (2, 0, 1)
+    assert count_calls(compiled) == (2, 0, 1)
 
 
 def test_a_setting_deep_in_a_configuration(x):
@@ -175,18 +175,18 @@ def test_a_setting_deep_in_a_configuration(x):
         def forward(self, x):
             return super().forward(x) * self.settings.moe.output.scale
 
-    model, compiled = pair(x, Nested)
+    model, compiled = build_pair(x, Nested)
     for m in (model, compiled):
         m.settings.moe.output.scale = 3.0
     torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
-    assert calls(compiled) == (1, 0, 1)
-    for m in (model, compiled):  # an equal object in its place, then another one
+    assert count_calls(compiled) == (1, 0, 1)
+    for m in (model, compiled):  # an equal object, then a different one
         m.settings.moe = types.SimpleNamespace(output=types.SimpleNamespace(scale=3.0))
     torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
     for m in (model, compiled):
         m.settings.moe = types.SimpleNamespace(output=types.SimpleNamespace(scale=0.5))
     torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
-    assert calls(compiled) == (3, 0, 2)
+    assert count_calls(compiled) == (3, 0, 2)
 
 
 @dataclasses.dataclass(slots=True)
@@ -199,7 +199,7 @@ class Slotted(Scaled):
     pass
 
 
-class Loose(Scaled):  # with a dict of its own
+class Loose(Scaled):  # with its own dict
     pass
 
 
@@ -211,7 +211,7 @@ def get_arguments():
 
 
 class Schedule:
-    """It can be called, and says a number itself."""
+    """Callable that returns a number from its state."""
 
     step = 0
 
@@ -229,7 +229,7 @@ class Namespace:
 
 
 class Holding(Block):
-    """What it reads is in containers, and in objects of several kinds."""
+    """Read attributes from containers and from objects of several kinds."""
 
     def __init__(self):
         super().__init__()
@@ -279,15 +279,15 @@ HELD = {
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("change", HELD.values(), ids=HELD)
 def test_elements_of_containers_are_watched(change, x):
-    model, compiled = pair(x, Holding)
+    model, compiled = build_pair(x, Holding)
     torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
-    assert calls(compiled) == (1, 0, 0)
+    assert count_calls(compiled) == (1, 0, 0)
     for m in (model, compiled):
         change(m)
     torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
     again = copy.deepcopy(compiled)
     torch.testing.assert_close(again(x), model(x), rtol=0, atol=1e-13)
-    assert calls(compiled) == (2, 0, 1) and calls(again) == (3, 0, 1)
+    assert count_calls(compiled) == (2, 0, 1) and count_calls(again) == (3, 0, 1)
     get_arguments().moe.scale = Namespace.scale = Holding.space.scale = 1.0
 
 
@@ -303,12 +303,12 @@ def test_an_attribute_that_each_call_sets_to_the_same(x):
             self.mode = "training" if self.training else "eval"
             return super().forward(x)
 
-    model, compiled = pair(x, Tells)
+    model, compiled = build_pair(x, Tells)
     for training in (True, False, True):
         for m in (model, compiled):
             m.train(training)(x)
         assert compiled.mode == model.mode
-    assert calls(compiled)[0] == 1
+    assert count_calls(compiled)[0] == 1
 
 
 class Calibration:
@@ -319,7 +319,7 @@ class Calibration:
 
 class Helped(Block):
     def forward(self, x):
-        return scales.scaled(super().forward(x))
+        return scales.scale(super().forward(x))
 
 
 class Calibrated(Block):
@@ -330,15 +330,15 @@ class Calibrated(Block):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [Helped, Calibrated])
 def test_a_changed_setting_of_another_module_recompiles(kind, monkeypatch, x):
-    model, compiled = pair(x, kind)
+    model, compiled = build_pair(x, kind)
     monkeypatch.setattr(scales, "SCALE", -2.0)
     torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
-    assert calls(compiled) == (1, 0, 1)
+    assert count_calls(compiled) == (1, 0, 1)
 
 
 def test_dynamo_guards_attributes(monkeypatch, x):
     monkeypatch.setattr(NAMESPACE, "offset", 0.0)
-    model, compiled = pair(x)
+    model, compiled = build_pair(x)
     traced = torch.compile(compiled, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(traced(x), model(x), rtol=0, atol=1e-13)
     changes = [CHANGES["int"], CHANGES["container"], lambda m: setattr(NAMESPACE, "offset", 0.5)]
@@ -348,7 +348,7 @@ def test_dynamo_guards_attributes(monkeypatch, x):
 
 
 def test_dynamo_guards_objects_in_containers(x):
-    model, compiled = pair(x, Holding)
+    model, compiled = build_pair(x, Holding)
     traced = torch.compile(compiled, backend="eager")
     for change in (
         lambda m: None,
@@ -359,17 +359,17 @@ def test_dynamo_guards_objects_in_containers(x):
 
 
 def test_copies_watch_their_own_attributes(x):
-    model, compiled = pair(x)
+    model, compiled = build_pair(x)
     twin = copy.deepcopy(compiled)
     twin.k = 1
     torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
     model.k = 1
     torch.testing.assert_close(twin(x), model(x), rtol=0, atol=1e-13)
-    assert calls(compiled) == (1, 0, 0)
+    assert count_calls(compiled) == (1, 0, 0)
 
 
 def test_a_loaded_model_remembers(x):
-    model, compiled = pair(x)
+    model, compiled = build_pair(x)
     compiled(x)
     buffer = io.BytesIO()
     torch.save(compiled, buffer, pickle_module=pickle)
@@ -396,7 +396,7 @@ def test_layers_that_differ_in_an_attribute_are_proven_separately(x):
 
 
 class Settings(dict):
-    """A dict with its keys as attributes."""
+    """Dict with its keys as attributes."""
 
     def __getattr__(self, name):
         if name not in self:
@@ -405,7 +405,7 @@ class Settings(dict):
 
 
 class Lenient(nn.Module):
-    """Asks for an attribute that may not be there, and for one of a dict of a class of its own."""
+    """Read an attribute that may be missing, and one of a dict of another class."""
 
     def __init__(self):
         super().__init__()
@@ -440,7 +440,7 @@ def test_attributes_that_are_not_there_and_dicts_of_other_classes():
 
 
 class Prior(Block):
-    """A NumPy array and an attribute of the class, which is read as the class's."""
+    """Read a NumPy array, and an attribute of the class."""
 
     temperature = 1.0
 
@@ -452,34 +452,34 @@ class Prior(Block):
         return super().forward(x / Prior.temperature) * torch.as_tensor(numpy.log(self.prior), dtype=x.dtype).repeat(4)
 
 
-def replaced(block):
+def replace_prior(block):
     block.prior = numpy.array([0.7, 0.1, 0.1, 0.1])
 
 
-def in_place(block):
+def change_in_place(block):
     block.prior[0] = 3.0
 
 
-def of_the_class(block):
+def change_class(block):
     Prior.temperature = 5.0
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("change", [replaced, in_place, of_the_class])
+@pytest.mark.parametrize("change", [replace_prior, change_in_place, change_class])
 def test_arrays_and_attributes_of_the_class(change, x, monkeypatch):
     monkeypatch.setattr(Prior, "temperature", 1.0)
-    model, compiled = pair(x, Prior)
+    model, compiled = build_pair(x, Prior)
     before = compiled(x)
     again = copy.deepcopy(compiled)
     for block in (model, compiled):
         change(block)
     torch.testing.assert_close(compiled(x), model(x))
     assert not torch.allclose(compiled(x), before)
-    torch.testing.assert_close(again(x), model(x) if change is of_the_class else before)
+    torch.testing.assert_close(again(x), model(x) if change is change_class else before)
 
 
 class Tied(Block):
-    """Its experts share a matrix."""
+    """Experts that share a matrix."""
 
     def __init__(self):
         super().__init__()
@@ -487,7 +487,7 @@ class Tied(Block):
             expert[0].weight = self.experts[0][0].weight
 
 
-def untied(model):
+def untie(model):
     for i, expert in enumerate(model.experts):
         expert[0].weight = nn.Parameter(expert[0].weight.detach() * (i + 1))
 
@@ -506,8 +506,8 @@ class Listed(nn.Module):
 
 
 def test_one_tensor_in_a_list(x):
-    torch.compiler.reset()  # its limit of graphs is one for all tests
-    model, compiled = pair(x, Listed)
+    torch.compiler.reset()  # all tests share its limit of graphs
+    model, compiled = build_pair(x, Listed)
     traced = torch.compile(compiled, backend="eager", fullgraph=True)
     torch.testing.assert_close(traced(x), model(x), rtol=0, atol=1e-12)
     for m in (model, compiled):
@@ -517,18 +517,18 @@ def test_one_tensor_in_a_list(x):
 
 
 def test_tensors_that_were_one(x):
-    torch.compiler.reset()  # its limit of graphs is one for all tests
-    model, compiled = pair(x, Tied)
+    torch.compiler.reset()  # all tests share its limit of graphs
+    model, compiled = build_pair(x, Tied)
     traced = torch.compile(compiled, backend="eager")
     torch.testing.assert_close(traced(x), model(x), rtol=0, atol=1e-13)
     with torch.no_grad():
-        untied(model), untied(compiled)
+        untie(model), untie(compiled)
     for run in (compiled, traced):
         torch.testing.assert_close(run(x), model(x), rtol=0, atol=1e-13)
     model(x).sum().backward(), compiled(x).sum().backward()
-    for ours, theirs in zip(compiled.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-12)
-    assert calls(compiled) == (2, 0, 1)
+    for parameter, original in zip(compiled.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, original.grad, rtol=0, atol=1e-12)
+    assert count_calls(compiled) == (2, 0, 1)
 
 
 class Optional(Block):
@@ -543,13 +543,13 @@ class Optional(Block):
 
 
 def test_attributes_that_become_none(x):
-    model, compiled = pair(x, Optional)
+    model, compiled = build_pair(x, Optional)
     shared = compiled.shared
     for name, value in (("shared", None), ("bias", None), ("shared", shared)):
         setattr(model, name, value), setattr(compiled, name, value)
         for _ in range(2):
             torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
-    assert calls(compiled)[1] == 0  # none ran the original
+    assert count_calls(compiled)[1] == 0  # the original never ran
 
 
 class Chooser(nn.Module):
@@ -562,7 +562,7 @@ class Chooser(nn.Module):
 
 
 class ByWeight(Block):
-    """Tokens go where weights are positive, which those of a softmax are."""
+    """Select experts with positive weights, such as those of a softmax."""
 
     def __init__(self):
         super().__init__()
@@ -581,7 +581,7 @@ class ByWeight(Block):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("part", ["router.scores", "router"])
 def test_routers_of_another_kind_are_checked_again(part, x):
-    model, compiled = pair(x, ByWeight)
+    model, compiled = build_pair(x, ByWeight)
     torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
     other = nn.Tanh() if part == "router.scores" else nn.Linear(D, E).double()
     model.set_submodule(part, other), compiled.set_submodule(part, copy.deepcopy(other))
@@ -590,7 +590,7 @@ def test_routers_of_another_kind_are_checked_again(part, x):
 
 
 class OfTheClass:
-    """A descriptor of a library's own."""
+    """Descriptor of a library."""
 
     def __get__(self, owner, cls):
         return {"seen": 1}
@@ -615,8 +615,8 @@ class Configured(Block):
 
 
 def test_checks_of_attributes_are_prepared_once(x):
-    """What is compared one by one takes a hundred times as long."""
-    model, compiled = pair(x, Configured)
+    """Prepare the comparison once: comparing values one by one takes a hundred times as long."""
+    model, compiled = build_pair(x, Configured)
     read = compiled.forward._entries[0].attributes
     assert read.hold() and read._live is not None and read._live.hold()
     before = read._live

@@ -1,4 +1,4 @@
-"""Programs that switch autocast on or off for a part."""
+"""Programs that enable or disable autocast in a part."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ D, E, K = 16, 4, 2
 
 
 class Block(nn.Module):
-    """`router` and `experts`: autocast's dtype inside of them, None where it is switched off, "" where it stays."""
+    """`router` and `experts`: the dtype of autocast in these parts, None to disable it, "" to inherit it."""
 
     def __init__(self, router="", experts=""):
         super().__init__()
@@ -65,7 +65,7 @@ def test_regions_that_are_traced(router, experts, outside):
 def _regions(router, experts, outside, traced):
     torch.manual_seed(0)
     model, x = Block(router, experts), torch.randn(33, D)
-    # so few rows in bfloat16 are noise for the numeric check: one in several draws is over its bound
+    # for few rows in bfloat16 the numeric check fails in one of several draws
     compiled = moefx.compile(model, example_inputs=(x,), plan=moefx.Plan(validation="symbolic"))
     torch._dynamo.reset()
     run = torch.compile(compiled, fullgraph=True, backend="aot_eager") if traced else compiled
@@ -77,7 +77,7 @@ def _regions(router, experts, outside, traced):
     # both round at the same places, or one of them sums in a higher precision
     error, yardstick = (actual - expected).abs().max(), (expected - exact(x.double())).abs().max()
     assert error <= 3 * yardstick + 1e-6
-    if not traced:  # experts that switch it off run the original, which is said
+    if not traced:  # experts without autocast run the original, which `explain` reports
         fallback = outside and experts is None
         assert moefx.explain(compiled).matched[0].calls[:2] == ((0, 1) if fallback else (1, 0))
 
@@ -85,7 +85,7 @@ def _regions(router, experts, outside, traced):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gpt_oss(dtype):
-    """`x @ w + bias`: autocast multiplies in `dtype` and leaves the biases alone, so that the sums are float32."""
+    """Multiply in `dtype` under autocast, and add the biases in float32."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = dict(hidden_size=32, intermediate_size=16, num_local_experts=4, num_experts_per_tok=2)

@@ -1,4 +1,4 @@
-"""The forward of a rewritten block: guards, modes, hooks, copies, and calls of a new kind."""
+"""Forward of a rewritten block: guards, modes, hooks, copies, and new kinds of calls."""
 
 import copy
 import functools
@@ -25,7 +25,7 @@ from moefx.runtime.block_forward import (
 )
 
 from ..ir.graphs import Block, D
-from .rewriting import Model, program_of, rewrite
+from .rewriting import Model, build_program, rewrite
 
 S = 6
 
@@ -93,11 +93,11 @@ def test_a_call_that_was_not_recorded_runs_the_original():
 
 def test_modes_are_part_of_the_key_only_if_read():
     block, x = Block(), torch.randn(S, D)
-    forward = install_forward(block, [program_of(block, x, training=True)])
+    forward = install_forward(block, [build_program(block, x, training=True)])
     block(x)
     block.eval()(x)
     assert (forward.counts.original, forward.counts.rewritten) == (1, 1)
-    forward = install_forward(block, [program_of(block, x, grad=True)])
+    forward = install_forward(block, [build_program(block, x, grad=True)])
     block(x)
     with torch.no_grad():
         block.train()(x)
@@ -108,7 +108,7 @@ def test_a_call_that_fails_a_guard_runs_the_original():
     block, x = Block(), torch.randn(S, D)
     block.top_k = 2
     guards = (Guard("self.top_k == 2", "top_k was read", "model.py:3"), Guard("hidden_states.shape[0] > 4"))
-    forward = install_forward(block, [program_of(block, x, guards)])
+    forward = install_forward(block, [build_program(block, x, guards)])
     block(x)
     assert (forward.counts.rewritten, forward.counts.guard_failures) == (1, 0)
     block(x[:3])
@@ -117,8 +117,8 @@ def test_a_call_that_fails_a_guard_runs_the_original():
     block.top_k = 1
     block(x)
     assert forward.counts.last_failed_guard == "self.top_k == 2: top_k was read (model.py:3)"
-    # A second program may take what the guards of the first refuse.
-    forward.add(program_of(block, x))
+    # A second program may run calls that the guards of the first one reject.
+    forward.add(build_program(block, x))
     block(x[:3])
     assert (forward.counts.rewritten, forward.counts.original) == (2, 2)
 
@@ -152,7 +152,7 @@ def test_an_unknown_call_is_specialized_once():
         asked.append((call, args, kwargs))
         if call.autocast is not None:
             raise Refused("casts differ", source="model.py:9")
-        return None if args[0].dim() == 1 else program_of(block, *args)
+        return None if args[0].dim() == 1 else build_program(block, *args)
 
     block, x = Block(), torch.randn(S, D)
     forward = install_forward(block, [], specialize=specialize)
@@ -180,7 +180,7 @@ def test_an_argument_that_always_changes_does_not_lift_forever():
 def test_capture_may_run_the_block_itself():
     def specialize(block, call, args, kwargs):
         block(*args, **kwargs)
-        return program_of(block, *args)
+        return build_program(block, *args)
 
     block, x = Block(), torch.randn(S, D)
     forward = install_forward(block, [], specialize=specialize)
@@ -284,7 +284,7 @@ def test_another_forward_of_the_block_runs(change, monkeypatch):
         monkeypatch.setattr(cls, "forward", twice)
     torch.testing.assert_close(block(x), wanted)
     assert forward.counts.original == 1 and "is not the one" in forward.counts.last_failed_guard
-    block.__class__ = type("Wrapped", (cls,), {})  # as FSDP does
+    block.__class__ = type("Wrapped", (cls,), {})  # like FSDP
     if change == "class of the block":
         torch.testing.assert_close(2 * block(x), wanted)
         assert forward.counts.original == 1
@@ -320,7 +320,7 @@ def test_a_removed_hook_and_harmless_attributes_are_fine():
     handle.remove()
     block.experts[0].note = "seen"
     block(x)
-    x.requires_grad_().register_hook(lambda grad: grad)  # moves the version that hooks are watched by
+    x.requires_grad_().register_hook(lambda grad: grad)  # increases the version that detects hooks
     block(x)
     assert forward.counts.rewritten == 3
 
@@ -339,7 +339,7 @@ def test_parameters_may_be_exchanged():
 # -- copies ----------------------------------------------------------------------------------------
 
 
-def through_torch_save(model):
+def save_and_load(model):
     buffer = io.BytesIO()
     torch.save(model, buffer)
     buffer.seek(0)
@@ -350,13 +350,13 @@ COPIES = {
     "deepcopy": copy.deepcopy,
     "copy of a copy": lambda m: copy.deepcopy(copy.deepcopy(m)),
     "pickle": lambda m: pickle.loads(pickle.dumps(m)),
-    "torch.save": through_torch_save,
+    "torch.save": save_and_load,
     "copy of a pickle": lambda m: copy.deepcopy(pickle.loads(pickle.dumps(m))),
 }
 
 
 def specialize(block, call, args, kwargs):
-    return program_of(block, *args)
+    return build_program(block, *args)
 
 
 @pytest.mark.parametrize("how", COPIES)
@@ -374,7 +374,7 @@ def test_copies_are_bound_to_their_own_block(how):
             p.zero_()
     assert not duplicate.layers[0](x).any()
     torch.testing.assert_close(model(x), expected)
-    duplicate(x[None])  # specializes, in the copy only
+    duplicate(x[None])  # specializes in the copy only
     assert len(duplicate.layers[0].forward.programs) == 2 and len(model.layers[0].forward.programs) == 1
     assert duplicate.layers[0].forward.counts.original == 0
 
@@ -397,7 +397,7 @@ def test_an_instance_level_forward_stays_the_original():
     for make in (lambda b: functools.partial(double, b), lambda b: types.MethodType(double, b)):
         block, x = Block(), torch.randn(S, D)
         block.forward = make(block)
-        program = program_of(block, x)
+        program = build_program(block, x)
         forward = install_forward(block, [program])
         torch.testing.assert_close(block(x), Block.forward(block, x))
         torch.testing.assert_close(block(x[None]), 2 * Block.forward(block, x[None]))
@@ -412,19 +412,19 @@ def test_an_instance_level_forward_stays_the_original():
 def test_a_method_that_was_only_bound_again_is_no_instance_level_forward():
     block, x = Block(), torch.randn(S, D)
     block.forward = types.MethodType(Block.forward, block)
-    forward = install_forward(block, [program_of(block, x)])
+    forward = install_forward(block, [build_program(block, x)])
     assert forward.original is None
     loaded = pickle.loads(pickle.dumps(block))
     torch.testing.assert_close(loaded(x[None]), block(x[None]))
 
 
-def _doubled(block, hidden_states):
+def _double(block, hidden_states):
     return 2 * Block.forward(block, hidden_states)
 
 
 def test_an_instance_level_forward_pickles():
     block, x = Block(), torch.randn(S, D)
-    block.forward = functools.partial(_doubled, block)
+    block.forward = functools.partial(_double, block)
     install_forward(block, [])
     loaded = pickle.loads(pickle.dumps(block))
     torch.testing.assert_close(loaded(x), block(x))
@@ -491,7 +491,7 @@ def test_a_change_is_noticed_when_dynamo_traces():
 
 def test_unknown_calls_are_specialized_when_dynamo_traces():
     block, x = Block(), torch.randn(S, D)
-    known = program_of(block, x)
+    known = build_program(block, x)
 
     def specialize(block, call, args, kwargs):
         assert args is None and kwargs is None
@@ -504,7 +504,7 @@ def test_unknown_calls_are_specialized_when_dynamo_traces():
 def test_guards_are_guards_of_dynamo_too():
     block, x = Block(), torch.randn(S, D)
     guard = Guard("hidden_states.shape[0] > 4")
-    install_forward(block, [program_of(block, x, [guard])])
+    install_forward(block, [build_program(block, x, [guard])])
     compiled = torch.compile(block, backend="aot_eager")
     torch.testing.assert_close(compiled(x), Block.forward(block, x))
     torch.testing.assert_close(compiled(x[:3]), Block.forward(block, x[:3]))

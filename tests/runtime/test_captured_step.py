@@ -1,4 +1,4 @@
-"""`capture_step` trains as the step itself does, and refuses calls that a graph would run wrongly."""
+"""`capture_step` trains like the step itself, and refuses calls that a graph would run incorrectly."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_options_in_tensors_on_the_cpu_are_numbers_of_the_graph():
 
 
 class Training:
-    """Steps of one model, whose losses are of the batch that a call is given."""
+    """Training steps of one model with a batch per call."""
 
     def __init__(self, model: nn.Module, lr: float | Tensor = 1e-2, **options):
         self.model = model.cuda()
@@ -65,7 +65,7 @@ def batch(seed: int, tokens: int = 40) -> Tensor:
 
 @pytest.fixture
 def pair(compiled) -> tuple[Training, CapturedStep]:
-    """Steps that are not captured, and captured ones, of equal models."""
+    """Return a plain step and a captured one, of equal models."""
     return Training(copy.deepcopy(compiled)), moefx.capture_step(Training(copy.deepcopy(compiled)), warm_up=2)
 
 
@@ -89,13 +89,13 @@ class TestOnGpu:
         _, step = pair
         for seed in range(3):
             step(batch(seed), scale=2.0)
-        for args, options, said in (
+        for args, options, message in (
             ((batch(0, 41),), {"scale": 2.0}, rf"changed from float32\[40, {D}\] to float32\[41, {D}\]"),
             ((batch(0).double(),), {"scale": 2.0}, rf"to float64\[40, {D}\]"),
             ((batch(0),), {"scale": 3.0}, "changed from 2.0 to 3.0"),
             ((batch(0),), {}, "is called with"),
         ):
-            with pytest.raises(InvalidInput, match=said):
+            with pytest.raises(InvalidInput, match=message):
                 step(*args, **options)
         assert torch.isfinite(step(batch(3), scale=2.0)["loss"])
 
@@ -123,8 +123,8 @@ class TestOnGpu:
         before = [p.clone() for p in plain.model.parameters()]
         with pytest.raises(InvalidInput, match="cannot be captured as a CUDA graph"):
             step(batch(1))
-        assert all(map(torch.equal, plain.model.parameters(), before))  # the batch is not lost: it trained nothing
-        plain(batch(1))  # the process is as before
+        assert all(map(torch.equal, plain.model.parameters(), before))  # the failed step trained nothing
+        plain(batch(1))  # the process is unchanged
 
     def test_a_freed_step_keeps_its_results_and_refuses_calls(self, pair):
         _, step = pair

@@ -13,13 +13,13 @@ from moefx.errors import InvalidPlan
 
 
 def test_groups_stay_in_a_switch_group_then_in_a_rack():
-    places = {  # as a scheduler may give them out
+    places = {  # in the order of a scheduler
         "n1": ("s1", "r1"), "n7": ("s3", "r2"), "n2": ("s1", "r1"), "n4": ("s2", "r1"), "n8": ("s3", "r2"),
         "n3": ("s1", "r1"), "n9": ("s4", "r2"), "n5": ("s4", "r2"),
     }  # fmt: skip
     order = order_hosts(places, group=2)
     assert str(order) == "n1,n2,n7,n8,n9,n5,n3,n4"
-    assert order.inside == (3, 1, 0)  # n3 and n4 are of two switch groups, in one rack
+    assert order.inside == (3, 1, 0)  # n3 and n4 are in two switch groups of one rack
 
 
 def test_hosts_of_a_switch_are_neighbours():

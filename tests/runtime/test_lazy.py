@@ -1,4 +1,4 @@
-"""Blocks that are specialized during a user's call: the user sees no trace of it."""
+"""Blocks that are specialized during a user's call, without a visible effect."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ def x():
 
 
 class Moody(Loop):
-    """It is lifted again when it is called in the other mode."""
+    """Block with another scale in eval mode, for which it is lifted again."""
 
     def forward(self, x):
         return super().forward(x) * (1.0 if self.training else 0.5)
 
 
-def pair(x, model):
+def build_pair(x, model):
     model = model.double()
     return model, moefx.compile(copy.deepcopy(model), example_inputs=(x,))
 
 
-def counts(compiled):
+def count_calls(compiled):
     (block,) = moefx.blocks(compiled)
     return block.forward.counts.rewritten, block.fallbacks
 
 
 def test_recorders_see_their_own_call_only(x):
-    _, compiled = pair(x, Moody())
+    _, compiled = build_pair(x, Moody())
     seen = []
     compiled.gate.register_forward_hook(lambda module, args, out: seen.append(out))
     compiled.eval()(x)
-    assert counts(compiled) == (1, 0) and len(moefx.blocks(compiled)[0].forward.programs) == 2
+    assert count_calls(compiled) == (1, 0) and len(moefx.blocks(compiled)[0].forward.programs) == 2
     assert len(seen) == 1 and type(seen[0]) is torch.Tensor
 
 
@@ -60,14 +60,14 @@ def test_hooks_of_the_block_stay_outside_of_it(kind, x):
         model.register_forward_hook(lambda module, args, out: out * 2)
     else:
         model.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
-    model, compiled = pair(x, model)
+    model, compiled = build_pair(x, model)
     torch.testing.assert_close(compiled(x), model(x))
-    assert counts(compiled) == (1, 0)
+    assert count_calls(compiled) == (1, 0)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_new_kind_of_call_inside_of_a_checkpoint_equals_the_original(reentrant, x):
-    model, compiled = pair(x, Moody())
+    model, compiled = build_pair(x, Moody())
     results = []
     for m in (model, compiled):
         m.eval()
@@ -75,11 +75,11 @@ def test_a_new_kind_of_call_inside_of_a_checkpoint_equals_the_original(reentrant
         out.sum().backward()
         results.append((out, m.gate.weight.grad))
     torch.testing.assert_close(*results)
-    assert counts(compiled)[1] == 0
+    assert count_calls(compiled)[1] == 0
 
 
 def test_captures_are_no_flops(x):
-    _, compiled = pair(x, Moody())
+    _, compiled = build_pair(x, Moody())
     compiled.eval()
     flops = []
     for _ in range(2):
@@ -90,7 +90,7 @@ def test_captures_are_no_flops(x):
 
 
 class Fussy(Loop):
-    """In eval mode it does what abstract numbers do not take."""
+    """Run an operation in eval mode that abstract numbers do not support."""
 
     @staticmethod
     @functools.cache
@@ -102,18 +102,18 @@ class Fussy(Loop):
 
 
 def test_refused_blocks_run_the_original(x):
-    model, compiled = pair(x, Fussy())
+    model, compiled = build_pair(x, Fussy())
     for m in (model, compiled):
         m.eval()
     torch.testing.assert_close(compiled(x), model(x))
-    assert counts(compiled) == (0, 1)
+    assert count_calls(compiled) == (0, 1)
     assert "unhashable" in str(moefx.explain(compiled))
 
 
 def test_the_reason_for_the_original_is_logged_once(x, caplog):
     torch.manual_seed(0)
     model = Loop(lambda: nn.Sequential(Mlp(), nn.Dropout(0.5))).eval()
-    _, compiled = pair(x, model)
+    _, compiled = build_pair(x, model)
     assert "eval (" in moefx.explain(compiled).matched[0].holds_for
     compiled(x)
     assert not caplog.records
@@ -130,7 +130,7 @@ class Cache(collections.UserDict):
 
 
 def test_arguments_without_a_value_are_named(x):
-    """An empty container of its own class, as a cache that layers fill."""
+    """Name an argument without a value, such as an empty cache that layers fill."""
 
     class WithCache(Loop):
         def forward(self, x, cache=None):
@@ -141,14 +141,14 @@ def test_arguments_without_a_value_are_named(x):
 
 
 def test_transforms_run_the_original(x):
-    model, compiled = pair(x, Loop())
+    model, compiled = build_pair(x, Loop())
 
     def loss(module):
         return lambda values: torch.func.functional_call(module, values, (x.detach(),)).square().sum()
 
     grads, truth = (torch.func.grad(loss(m))(dict(m.named_parameters())) for m in (compiled, model))
     torch.testing.assert_close(grads, truth)
-    assert counts(compiled) == (0, 1)
+    assert count_calls(compiled) == (0, 1)
 
 
 def test_an_auxiliary_loss_that_adds_up(x):
@@ -163,7 +163,7 @@ def test_an_auxiliary_loss_that_adds_up(x):
             self.aux = self.aux + self.gate(x).logsumexp(-1).square().mean()
             return super().forward(x)
 
-    model, compiled = pair(x, Adds())
+    model, compiled = build_pair(x, Adds())
     for _ in range(3):
         for m in (model, compiled):
             m(x)
@@ -172,26 +172,26 @@ def test_an_auxiliary_loss_that_adds_up(x):
         m.aux = 0.0
         m(x)
     torch.testing.assert_close(compiled.aux, model.aux)
-    assert counts(compiled)[0] >= 2
+    assert count_calls(compiled)[0] >= 2
 
 
 def test_features_as_long_as_the_sequence():
-    """[B, C, L], of which the example does not say which axis is which."""
+    """Compile [B, C, L] although the example does not distinguish the axes."""
 
     class Channels(Loop):
         def forward(self, h):
             rows = h.transpose(1, 2)
             return super().forward(rows.reshape(-1, D)).view(rows.shape).transpose(1, 2)
 
-    model, compiled = pair(torch.randn(4, D, D, dtype=torch.float64), Channels())
+    model, compiled = build_pair(torch.randn(4, D, D, dtype=torch.float64), Channels())
     for length in (D, 5, 40):
         x = torch.randn(4, D, length, dtype=torch.float64)
         torch.testing.assert_close(compiled(x), model(x))
-    assert counts(compiled) == (3, 0)
+    assert count_calls(compiled) == (3, 0)
 
 
 def test_a_deleted_bias_raises(x):
-    _, compiled = pair(x, Loop(Mlp))
+    _, compiled = build_pair(x, Loop(Mlp))
     compiled.experts[2].up.bias = None
     with pytest.raises(moefx.MoefxError, match=r"experts\.2\.up\.bias was removed"):
         compiled(x)
@@ -245,7 +245,7 @@ def test_effects_that_no_graph_repeats_are_refused(kind, why, x):
 
 
 def test_one_token_first():
-    """It does not tell which axes of the arguments are of tokens; those that the model was compiled with do."""
+    """Use the token axes of the example: a call with one token does not show them."""
 
     class Weighted(Moody):
         def forward(self, x, mask):
@@ -259,13 +259,13 @@ def test_one_token_first():
     for size in ((1, 1), (2, 5), (1, 40)):
         x, mask = torch.randn(*size, D, dtype=torch.float64), torch.rand(size, dtype=torch.float64)
         torch.testing.assert_close(compiled["moe"](x, mask), model["moe"](x, mask))
-    assert counts(compiled) == (3, 0)
+    assert count_calls(compiled) == (3, 0)
 
 
 class Optional(Loop):
-    """What its arguments say, it does: not all of it is a mixture."""
+    """Depend on all kinds of arguments, some of which disable the mixture."""
 
-    def forward(self, x, scale=1.0, dense=False, k=None, *, how="sum", extra=None, **more):
+    def forward(self, x, scale=1.0, dense=False, k=None, *, how="sum", extra=None, **others):
         p = self.gate(x).softmax(-1)
         if dense:
             return sum(p[:, e : e + 1] * expert(x) for e, expert in enumerate(self.experts))
@@ -274,7 +274,7 @@ class Optional(Loop):
         out = out.cumsum(0) if how == "prefix" else out
         for factor in (extra or {}).get("factors", ()):
             out = out * factor
-        return out if more.get("mask") is None else out * more["mask"]
+        return out if others.get("mask") is None else out * others["mask"]
 
 
 ARGUMENTS = [
@@ -289,7 +289,7 @@ ARGUMENTS = [
 @pytest.mark.parametrize("kwargs", ARGUMENTS, ids=lambda kwargs: str(kwargs)[1:25])
 @pytest.mark.parametrize("how", ["eager", "compiled", "exported"])
 def test_a_call_has_its_own_arguments(how, kwargs):
-    """Those of the example are not taken in their place, whatever comes of them."""
+    """Use the arguments of the call instead of the example's."""
     x = torch.randn(9, D, dtype=torch.float64)
     model = Optional().double()
     compiled = run = moefx.compile(model, example_inputs=(x,), plan=moefx.Plan(validation="symbolic"))
@@ -308,11 +308,11 @@ class Activated(Loop):
         return self.mixed(act(x), *self.route(x))
 
 
-def scaled(factor):
+def make_scale(factor):
     return lambda x: x * factor
 
 
-def by_the_first(factors):
+def scale_by_first(factors):
     return lambda x: x * factors[0]
 
 
@@ -321,14 +321,14 @@ ACTIVATIONS = {
     "builtins": (torch.relu, torch.tanh),
     "methods": (torch.Tensor.relu, torch.Tensor.tanh),
     "lambdas": (lambda x: x.relu(), lambda x: x.tanh()),
-    "closures": (scaled(2.0), scaled(3.0)),
+    "closures": (make_scale(2.0), make_scale(3.0)),
     "partials": (
         functools.partial(F.leaky_relu, negative_slope=0.1),
         functools.partial(F.leaky_relu, negative_slope=0.5),
     ),
     "modules": (nn.LeakyReLU(0.1), nn.LeakyReLU(0.5)),
     "defaults": (lambda x, by=2.0: x * by, lambda x, by=3.0: x * by),
-    "lists": (by_the_first([2.0]), by_the_first([3.0])),
+    "lists": (scale_by_first([2.0]), scale_by_first([3.0])),
     "ops": (torch.ops.aten.relu, torch.ops.aten.tanh),
 }
 
@@ -341,22 +341,22 @@ def test_functions_among_the_arguments_are_distinguished(pair_of, x):
     compiled = moefx.compile(model, example_inputs=(x.detach(), pair_of[0]), plan=plan)
     for act in (*pair_of, *pair_of):
         torch.testing.assert_close(compiled(x, act), model(x, act))
-    assert counts(compiled) == (4, 0) and len(moefx.blocks(compiled)[0].forward.programs) == 2
+    assert count_calls(compiled) == (4, 0) and len(moefx.blocks(compiled)[0].forward.programs) == 2
     traced = torch.compile(moefx.compile(model, example_inputs=(x.detach(), pair_of[0]), plan=plan), backend="eager")
-    for act in pair_of if pair_of is not ACTIVATIONS["methods"] else ():  # which Dynamo itself takes one for another
+    for act in pair_of if pair_of is not ACTIVATIONS["methods"] else ():  # Dynamo equates the methods
         torch.testing.assert_close(traced(x, act), model(x, act))
 
 
 def test_a_call_of_one_token_has_its_own_arguments(x):
-    """One does not show which axes are of tokens: its tensors have the example's shapes, all else is its own."""
-    model, compiled = pair(x.detach(), Optional())
+    """Use the example's shapes for tensors of a one-token call, and the call's own values."""
+    model, compiled = build_pair(x.detach(), Optional())
     for n, scale in enumerate((2.0, 3.0)):
         torch.testing.assert_close(compiled(x.detach()[:1], scale), model(x.detach()[:1], scale))
-        assert counts(compiled) == (n + 1, 0)
+        assert count_calls(compiled) == (n + 1, 0)
 
 
 def test_lookups_of_dynamo_are_no_reads_of_the_block(x):
-    """What it looks for itself in modules is no attribute that they read."""
+    """Ignore attributes that Dynamo looks up in modules."""
     model = nn.ModuleList(Optional() for _ in range(2)).double()
 
     class Net(nn.Module):
@@ -375,7 +375,7 @@ def test_lookups_of_dynamo_are_no_reads_of_the_block(x):
 
 
 class Layers(nn.Module):
-    """Blocks that are alike, one after the other."""
+    """Sequence of equal blocks."""
 
     def __init__(self, kind, number=3):
         super().__init__()
@@ -389,7 +389,7 @@ class Layers(nn.Module):
 
 @pytest.fixture
 def lifts(monkeypatch):
-    """How many blocks were lifted."""
+    """Collect the names of lifted blocks."""
     found = []
     for module in (specialization, survey):
         stock = module.rewrite_block
@@ -409,7 +409,7 @@ def check(model, compiled, x):
 
 
 class Multiples(Loop):
-    """A multiple of 307 tokens is computed otherwise: too many for captures at several such sizes."""
+    """Scale multiples of 307 tokens differently: captures do not have several such sizes."""
 
     def forward(self, x):
         return super().forward(x.flatten(0, 1)).view(x.shape) * (0.5 if x.shape[1] % 307 == 0 else 1.0)
@@ -417,19 +417,19 @@ class Multiples(Loop):
 
 def test_a_lift_that_excludes_the_sizes_of_its_call_is_refused_once(lifts):
     x = torch.randn(2, 9, D, dtype=torch.float64)
-    model, compiled = pair(x, Multiples())
+    model, compiled = build_pair(x, Multiples())
     del lifts[:]
     for tokens in (307, 614, 307, 921):
         rows = torch.randn(2, tokens, D, dtype=torch.float64)
         torch.testing.assert_close(compiled(rows), model(rows))
     (block,) = moefx.blocks(compiled)
-    assert len(lifts) <= 2 and len(block.forward.programs) == 1 and counts(compiled) == (0, 4)
+    assert len(lifts) <= 2 and len(block.forward.programs) == 1 and count_calls(compiled) == (0, 4)
     assert "no proof was found for the sizes of this call" in str(moefx.explain(compiled))
     check(model, compiled, x)
 
 
 def test_block_that_ignores_its_mode_has_one_program(x, lifts):
-    model, compiled = pair(x, Layers(Loop))
+    model, compiled = build_pair(x, Layers(Loop))
     for mode in (False, True):
         model.train(mode), compiled.train(mode)
         check(model, compiled, x)
@@ -438,7 +438,7 @@ def test_block_that_ignores_its_mode_has_one_program(x, lifts):
 
 
 class WithDropout(Loop):
-    """One that asks for the mode of a part."""
+    """Read the mode of a submodule."""
 
     def __init__(self):
         super().__init__()
@@ -450,7 +450,7 @@ class WithDropout(Loop):
 
 @pytest.mark.parametrize("kind", [Moody, WithDropout])
 def test_equal_blocks_share_the_program_of_the_other_mode(x, lifts, kind):
-    model, compiled = pair(x, Layers(kind))
+    model, compiled = build_pair(x, Layers(kind))
     model.eval(), compiled.eval()
     for size in (9, 4):
         check(model, compiled, x[:size])
@@ -472,7 +472,7 @@ def test_a_block_that_no_longer_equals_others_is_lifted_alone(x, lifts):
         def forward(self, x):
             return super().forward(x) * self.factor
 
-    model, compiled = pair(x, Layers(Scaled))
+    model, compiled = build_pair(x, Layers(Scaled))
     for m in (model, compiled):
         m.eval()
         m.blocks[1].factor = 3.0
@@ -481,7 +481,7 @@ def test_a_block_that_no_longer_equals_others_is_lifted_alone(x, lifts):
 
 
 def test_a_copy_shares_later_programs(x, lifts):
-    model, compiled = pair(x, Layers(Moody))
+    model, compiled = build_pair(x, Layers(Moody))
     twin = copy.deepcopy(compiled)
     for m in (model, compiled, twin):
         m.eval()
@@ -494,7 +494,7 @@ def test_a_copy_shares_later_programs(x, lifts):
 
 
 class AsksAnother(Loop):
-    """It asks for the mode of a module that is not its own part."""
+    """Read the mode of a module that is no submodule."""
 
     def __init__(self):
         super().__init__()
@@ -519,7 +519,7 @@ class Dynamic(Loop):
 
 
 class AsksOneOfItsKind(AsksAnother):
-    """Of a class that its own parts are of, too."""
+    """Read the mode of a module whose class also occurs among the submodules."""
 
     def __init__(self):
         super().__init__()
@@ -527,7 +527,7 @@ class AsksOneOfItsKind(AsksAnother):
 
 
 class SwapsItsExperts(Loop):
-    """What it does in the other mode is not asked for in `forward`."""
+    """Change attributes in `train`, without reading the mode in `forward`."""
 
     def __init__(self):
         super().__init__()
@@ -539,7 +539,7 @@ class SwapsItsExperts(Loop):
 
 
 class Reorders(Loop):
-    """By a tensor that is no plain attribute."""
+    """Change a tensor in `train` that is no plain attribute."""
 
     def train(self, mode=True):
         self.order = torch.arange(E) if mode else torch.arange(E).flip(0)
@@ -557,7 +557,7 @@ class Reorders(Loop):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [AsksAnother, AsksOneOfItsKind, LooksItUp, Dynamic, SwapsItsExperts, Reorders])
 def test_other_ways_to_read_the_mode(x, kind):
-    model, compiled = pair(x, Layers(kind, 1))
+    model, compiled = build_pair(x, Layers(kind, 1))
     for mode in (True, False, True):
         model.train(mode), compiled.train(mode)
         check(model, compiled, x)
@@ -565,7 +565,7 @@ def test_other_ways_to_read_the_mode(x, kind):
 
 
 class InOtherOrder(Moody):
-    """In eval mode only, and each block in its own."""
+    """Reorder experts in eval mode, differently in each block."""
 
     def __init__(self, order):
         super().__init__()
@@ -579,14 +579,14 @@ class InOtherOrder(Moody):
 def test_blocks_that_differ_in_the_other_mode_only(x):
     layers = Layers(Loop, 0)
     layers.blocks.extend([InOtherOrder(torch.arange(E)), InOtherOrder(torch.arange(E).flip(0))])
-    model, compiled = pair(x, layers)
+    model, compiled = build_pair(x, layers)
     for mode in (True, False):
         model.train(mode), compiled.train(mode)
         check(model, compiled, x)
 
 
-def at_once(*calls):
-    """What calls in threads of their own return."""
+def run_concurrently(*calls):
+    """Run calls in parallel threads and return their results."""
     with ThreadPoolExecutor(len(calls)) as pool:
         barrier = threading.Barrier(len(calls))
 
@@ -606,20 +606,20 @@ def hasty_threads():
 
 
 def test_threads_that_lift_at_once(x, hasty_threads):
-    """Models of several threads, each called in a dtype that it was not compiled for."""
-    model, compiled = pair(x, Loop())
+    """Call models in several threads, each in a dtype that is not compiled yet."""
+    model, compiled = build_pair(x, Loop())
     pairs = [(copy.deepcopy(model).to(t), copy.deepcopy(compiled).to(t)) for t in (torch.float32, torch.bfloat16) * 2]
     inputs = [torch.randn(20, D, dtype=next(m.parameters()).dtype) for m, _ in pairs]
-    results = at_once(*(functools.partial(c, i) for (_, c), i in zip(pairs, inputs, strict=True)))
+    results = run_concurrently(*(functools.partial(c, i) for (_, c), i in zip(pairs, inputs, strict=True)))
     for (m, c), i, result in zip(pairs, inputs, results, strict=True):
         torch.testing.assert_close(result, m(i))
         forward = moefx.blocks(c)[0].forward
-        assert counts(c) == (1, 0), (forward.refusals, forward.counts.last_failed_guard)
+        assert count_calls(c) == (1, 0), (forward.refusals, forward.counts.last_failed_guard)
 
 
 def test_threads_that_call_one_compiled_model_at_once(x, hasty_threads):
-    """Forward and backward, in train and without gradients: no thread sees values or kinds of call of another one."""
-    model, compiled = pair(x, Loop())
+    """Run forward and backward in threads, in training and without gradients: each sees its own values and programs."""
+    model, compiled = build_pair(x, Loop())
     inputs = [torch.randn(n, D, dtype=torch.float64) for n in (9, 20)]
 
     def train(run, x):
@@ -631,7 +631,7 @@ def test_threads_that_call_one_compiled_model_at_once(x, hasty_threads):
             return [run(x)]
 
     work = [functools.partial(step, x=x) for x in inputs for step in (train, infer)]
-    several = at_once(*[lambda step=step: [step(compiled) for _ in range(10)] for step in work])
+    several = run_concurrently(*[lambda step=step: [step(compiled) for _ in range(10)] for step in work])
     for step, results in zip(work, several, strict=True):
         for result in results:
             torch.testing.assert_close(result, step(model))
@@ -640,11 +640,11 @@ def test_threads_that_call_one_compiled_model_at_once(x, hasty_threads):
 
 
 def test_threads_that_share_a_block_lift_it_once(x, hasty_threads, monkeypatch):
-    _, compiled = pair(x, Moody())
+    _, compiled = build_pair(x, Moody())
     lifted = []
     stock = specialization.rewrite_block
     monkeypatch.setattr(specialization, "rewrite_block", lambda *args: (lifted.append(args), stock(*args))[1])
     compiled.eval()
-    first, *others = at_once(*[functools.partial(compiled, x)] * 3)
+    first, *others = run_concurrently(*[functools.partial(compiled, x)] * 3)
     assert all(torch.equal(first, other) for other in others)
-    assert counts(compiled) == (3, 0) and len(lifted) == 1
+    assert count_calls(compiled) == (3, 0) and len(lifted) == 1

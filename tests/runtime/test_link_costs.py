@@ -1,4 +1,4 @@
-"""The chosen dispatch: exact counts of rows on known links, else the dominating cost."""
+"""Selected dispatches: exact row counts on known links, else the dominating cost."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from moefx.runtime.ranks.link_costs import (
 from moefx.runtime.ranks.topology import Topology, resolve_node_size
 
 
-def picked(*per_byte: float, sizes: tuple[int, ...] = (4, 8), latency: float = 0.0, top_k: int = 8) -> str:
-    """By seconds for a byte, level by level."""
+def pick_dispatch(*per_byte: float, sizes: tuple[int, ...] = (4, 8), latency: float = 0.0, top_k: int = 8) -> str:
+    """Select the dispatch for links with these seconds per byte, from coarse to fine."""
     links = Links(Link(latency, 0.0), tuple(Link(latency, seconds) for seconds in per_byte))
     return choose_fastest(predict_seconds(links, sizes, 256, top_k, row_bytes=4096.0))
 
 
 @pytest.mark.parametrize(
-    "seconds, way",  # as predicted over emulated nodes; the way that took the least, or as long as that, is picked
+    "seconds, way",  # as predicted over emulated nodes; the fastest way or an equally fast one is picked
     [
         ({"flat": 3343, "dedup": 1511, "rbd": 869, "halo": 856}, "rbd"),
         ({"flat": 1983, "dedup": 1738, "rbd": 1498, "halo": 1490}, "dedup"),
@@ -42,7 +42,7 @@ def test_choose_fastest_agrees_with_measurements(seconds, way):
     assert choose_fastest(seconds) == way
 
 
-# H200s of one host. Two: platform_h200.jsonl. Four: fitted to all-to-alls, as `bench ep --mirror 4` emulates them.
+# H200s of one host. Two: platform_h200.jsonl. Four: fitted to all-to-alls that `bench ep --mirror 4` emulates.
 NVLINK = {2: Links(Link(50e-6, 1 / 280e9), (Link(50e-6, 1 / 280e9),), 0.15e-12)}
 NVLINK[4] = NVLINK[8] = NVLINK[64] = Links(Link(31e-6, 1 / 322e9), (Link(31e-6, 1 / 322e9),), 0.15e-12)
 WIDTH_EXPERTS_CHOICES = {
@@ -51,8 +51,8 @@ WIDTH_EXPERTS_CHOICES = {
 }  # fmt: skip
 
 
-def exchange_seconds(shape: str, ranks: int = 2, max_tokens: int | None = None) -> dict[str, float]:
-    """With 8192 tokens a rank in bfloat16."""
+def predict_exchange_seconds(shape: str, ranks: int = 2, max_tokens: int | None = None) -> dict[str, float]:
+    """Predict seconds for 8192 tokens per rank in bfloat16."""
     width, experts, top_k = WIDTH_EXPERTS_CHOICES[shape]
     gathered = count_gathered_bytes(2.0 * width, top_k, max_tokens or 8192)
     row_bytes = 2.0 * width + 6 * top_k
@@ -82,14 +82,14 @@ LAYERS_OF_TWO_GPUS = [  # shape, max_tokens, ms of a layer's forward and backwar
 
 @pytest.mark.parametrize(("shape", "max_tokens", "measured"), LAYERS_OF_TWO_GPUS)
 def test_the_chosen_dispatch_was_within_5_percent_of_the_fastest(shape, max_tokens, measured):
-    predicted = exchange_seconds(shape, max_tokens=max_tokens)
+    predicted = predict_exchange_seconds(shape, max_tokens=max_tokens)
     assert measured[choose_dispatch({way: predicted[way] for way in measured}, max_tokens)] <= 1.05 * min(
         measured.values()
     )
 
 
 @pytest.mark.parametrize(
-    ("shape", "measured"),  # ep_mirror_h200.jsonl: 2 x 2 ranks whose links are alike
+    ("shape", "measured"),  # ep_mirror_h200.jsonl: 2 x 2 ranks with equal links
     [
         ("qwen3_30b", {"flat": 6.86, "dedup": 5.85, "rbd": 8.21, "halo": 9.58}),
         ("dsv3_e64", {"flat": 38.75, "dedup": 34.57, "rbd": 36.84, "halo": 36.63}),
@@ -106,8 +106,8 @@ def test_the_chosen_dispatch_of_four_ranks_was_within_5_percent_of_the_fastest(s
     [("qwen3_30b", {"dedup": 9.55, "gather": 6.60}), ("olmoe", {"dedup": 9.07, "gather": 5.99})],
 )
 def test_seconds_of_layers_that_wait_for_the_host(shape, measured):
-    """In another run "dedup" took 7.26 ms."""
-    predicted = exchange_seconds(shape, max_tokens=8192)
+    """Predict layers that wait for the host within 10 %; another run measured 7.26 ms for "dedup"."""
+    predicted = predict_exchange_seconds(shape, max_tokens=8192)
     layer = {way: EXCHANGES_PER_LAYER * predicted[way] + HOST_COSTS[way].seconds(8192) for way in measured}
     assert {way: 1e3 * s for way, s in layer.items()} == pytest.approx(measured, rel=0.1)
 
@@ -116,17 +116,17 @@ def test_seconds_of_layers_that_wait_for_the_host(shape, measured):
     ("shape", "ranks", "max_tokens", "way"),
     [
         ("qwen3_30b", 4, None, "gather"),  # 4 rows instead of 3.6
-        ("qwen3_30b", 8, None, "dedup"),  # 8 instead of 5.3: what the host saves is less than 10 % of the layer
+        ("qwen3_30b", 8, None, "dedup"),  # 8 instead of 5.3: the host saves less than 10 % of the layer
         ("qwen3_30b", 8, 8192, "gather"),
         ("qwen3_30b", 64, 8192, "dedup"),  # 64 instead of 7.8
         ("dsv3_e64", 8, 8192, "dedup"),  # wide rows
         ("switch", 2, None, "gather"),
         ("switch", 8, 8192, "flat"),  # 8 rows instead of 1
-        ("switch", 4, 4 * 8192, "flat"),  # 4 times the rank's tokens, in padding
+        ("switch", 4, 4 * 8192, "flat"),  # 4 times the rank's tokens, with padding
     ],
 )
 def test_gather_is_chosen_for_few_ranks(shape, ranks, max_tokens, way):
-    assert choose_dispatch(exchange_seconds(shape, ranks, max_tokens), max_tokens) == way
+    assert choose_dispatch(predict_exchange_seconds(shape, ranks, max_tokens), max_tokens) == way
 
 
 @pytest.mark.parametrize(("ranks", "rows"), [(2, 1.99), (4, 3.6), (8, 5.3), (64, 7.8)])
@@ -140,7 +140,7 @@ def test_gather_sends_no_fewer_bytes_than_dedup(ranks, rows):
 
 
 def test_expected_parts():
-    """X-MoE's redundancy for 256 experts, 8 of them a token, 8 ranks a node: 75.1 % and 54.8 %."""
+    """Match X-MoE's redundancy for 256 experts, top-8, 8 ranks per node: 75.1 % and 54.8 %."""
     for nodes, redundancy in ((2, 0.751), (4, 0.548), (8, 0.338), (16, 0.185), (32, 0.092)):
         assert 1 - compute_expected_parts(256, 8, nodes) / 8 == pytest.approx(redundancy, abs=5e-4)
     assert compute_expected_parts(8, 8, 4) == 4
@@ -149,7 +149,7 @@ def test_expected_parts():
 
 
 @pytest.mark.parametrize(
-    "sizes, seconds",  # every token goes to every rank; seconds for a byte: 3, 5 and 7, coarse to fine
+    "sizes, seconds",  # every token goes to every rank; seconds per byte: 3, 5 and 7, coarse to fine
     [
         ((4,), {"flat": 3 * 3, "dedup": 3 * 3}),
         ((2, 2), {"flat": 3 * 2, "dedup": 3 * 2, "rbd": 3 * 1 + 5 * 2, "halo": max(3 * 1, 5 * 1) + 5 * 1}),
@@ -163,7 +163,7 @@ def test_seconds_of_each_hop(sizes, seconds):
 
 
 def test_handling_is_counted_at_each_hop():
-    """Every token goes to every rank of 2 x 2: 4 rows to pack, of two hops 2 and 4; 1 less where 2 stay aside."""
+    """Pack 4 rows per token for 2 x 2 ranks, or 2 and 4 in two hops; pilots save one."""
     links = Links(Link(0.0, 0.0), (Link(0.0, 0.0),) * 2, handling=1.0)
     want = {"flat": 4, "dedup": 4, "rbd": 2 + 4, "halo": 1 + 4}
     assert predict_seconds(links, (2, 2), 4, 4, 1.0, tokens=1) == pytest.approx(want)
@@ -171,19 +171,19 @@ def test_handling_is_counted_at_each_hop():
 
 
 def test_each_dispatch_is_chosen_on_its_links():
-    assert picked(1e-10, 1e-10, top_k=1) == "flat"  # nothing is sent twice
-    assert picked(1e-10, 1e-10) == "dedup"  # a node's own links are not faster
-    assert picked(1e-9, 1e-12) == "rbd"  # what happens in the node costs nothing
-    assert picked(2e-9, 1e-9, sizes=(2, 2)) == "halo"  # phase I is hidden behind II
-    assert picked(1e-9, 1e-12, latency=1.0) in ("flat", "dedup")  # one collective is all one can wait for
+    assert pick_dispatch(1e-10, 1e-10, top_k=1) == "flat"  # no row is sent twice
+    assert pick_dispatch(1e-10, 1e-10) == "dedup"  # links within a node are not faster
+    assert pick_dispatch(1e-9, 1e-12) == "rbd"  # exchanges within a node cost nothing
+    assert pick_dispatch(2e-9, 1e-9, sizes=(2, 2)) == "halo"  # phase II hides phase I
+    assert pick_dispatch(1e-9, 1e-12, latency=1.0) in ("flat", "dedup")  # latency allows only one collective
 
 
 def test_each_dispatch_is_chosen_over_racks():
-    assert picked(1e-10, 1e-10, 1e-10, sizes=(2, 4, 8), top_k=1) == "flat"
-    assert picked(1e-10, 1e-10, 1e-10, sizes=(2, 4, 8)) == "dedup"
-    assert picked(1e-9, 1e-10, 1e-12, sizes=(2, 4, 8)) == "rbd"  # links between racks are what counts
-    assert picked(2e-9, 1e-11, 1e-9, sizes=(2, 2, 2)) == "halo"
-    assert picked(1e-9, 1e-10, 1e-12, sizes=(2, 4, 8), latency=1.0) in ("flat", "dedup")
+    assert pick_dispatch(1e-10, 1e-10, 1e-10, sizes=(2, 4, 8), top_k=1) == "flat"
+    assert pick_dispatch(1e-10, 1e-10, 1e-10, sizes=(2, 4, 8)) == "dedup"
+    assert pick_dispatch(1e-9, 1e-10, 1e-12, sizes=(2, 4, 8)) == "rbd"  # links between racks dominate
+    assert pick_dispatch(2e-9, 1e-11, 1e-9, sizes=(2, 2, 2)) == "halo"
+    assert pick_dispatch(1e-9, 1e-10, 1e-12, sizes=(2, 4, 8), latency=1.0) in ("flat", "dedup")
 
 
 def test_a_topology_follows_from_ranks_and_level_sizes():

@@ -35,7 +35,7 @@ class Cache:
 
 
 class LibraryCache(Cache):
-    """Of a library, as transformers' are."""
+    """Cache of a library, as in transformers."""
 
 
 LibraryCache.__module__ = "transformers.cache_utils"
@@ -50,7 +50,7 @@ class DataCache:
 
 
 class DictCache(dict):
-    """Passed as it is, and written to by `update`."""
+    """Dict with an `update` method."""
 
     def update(self, k, v, layer):
         if layer in self:
@@ -60,7 +60,7 @@ class DictCache(dict):
 
 
 class StaticCache:
-    """Writes to tensors that it has from the start."""
+    """Write to preallocated tensors."""
 
     def __init__(self):
         self.keys, self.values, self.updates = torch.zeros(2, 2, 2, 16, 8), torch.zeros(2, 2, 2, 16, 8), [0, 0]
@@ -124,32 +124,32 @@ class Model(nn.Module):
         return x
 
 
-def hidden(tokens=7):
+def draw_hidden(tokens=7):
     return torch.randn(2, tokens, DIM)
 
 
 @pytest.fixture(scope="module")
 def pair():
-    """A model of one layer, and the same compiled with a cache."""
+    """Return a model of one layer, and its compiled copy with a cache in the example."""
     torch.manual_seed(0)
     model = Model(1)
-    return model, moefx.compile(model, example_inputs=(hidden(), Cache()))
+    return model, moefx.compile(model, example_inputs=(draw_hidden(), Cache()))
 
 
-def calls(compiled):
+def count_calls(compiled):
     counts = [f.counts for f in find_rewritten_blocks(compiled).values()]
     return sum(c.rewritten for c in counts), sum(c.original for c in counts)
 
 
 def check_decoding(model, compiled, make, steps=3):
-    """Prefill, then one token at a time; both with a cache of their own. Returns the caches."""
+    """Decode a prefill and then one token at a time with separate caches. Returns the caches."""
     caches = make(), make()
-    x, (before, _) = hidden(), calls(compiled)
+    x, (before, _) = draw_hidden(), count_calls(compiled)
     for _ in range(steps):
         expected, out = model(x, caches[0]), compiled(x, caches[1])
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
-        x = hidden(1)
-    assert calls(compiled) == (before + steps * len(find_rewritten_blocks(compiled)), 0)
+        x = draw_hidden(1)
+    assert count_calls(compiled) == (before + steps * len(find_rewritten_blocks(compiled)), 0)
     return caches
 
 
@@ -162,8 +162,8 @@ def check_gradients(model, compiled, x, *caches):
         m.zero_grad()
         out.square().sum().backward()
         gradients.append([x.grad, *[torch.zeros(()) if p.grad is None else p.grad.clone() for p in m.parameters()]])
-    for mine, own in zip(*gradients, strict=True):
-        torch.testing.assert_close(own, mine.expand_as(own), atol=1e-4, rtol=1e-4)
+    for expected, actual in zip(*gradients, strict=True):
+        torch.testing.assert_close(actual, expected.expand_as(actual), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.sampled(6)
@@ -175,13 +175,13 @@ def test_decodes_with_a_cache(make):
     if isinstance(example, list):
         for layer in model.layers:
             layer.attn.update = lambda k, v, cache, layer=layer: _update_list(k, v, cache, layer.attn.layer)
-    compiled = moefx.compile(model, example_inputs=(hidden(), example))
+    compiled = moefx.compile(model, example_inputs=(draw_hidden(), example))
     if isinstance(example, StaticCache):
         assert not example.keys.any() and not example.values.any() and example.updates == [0, 0]
     else:
         assert vars(example) == vars(before) if hasattr(example, "__dict__") else example == before
-    mine, own = check_decoding(model, compiled, make)
-    assert getattr(mine, "updates", 0) == getattr(own, "updates", 0)
+    expected, actual = check_decoding(model, compiled, make)
+    assert getattr(expected, "updates", 0) == getattr(actual, "updates", 0)
 
 
 def _update_list(k, v, cache, layer):
@@ -194,10 +194,10 @@ def _update_list(k, v, cache, layer):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("make", [LibraryCache, DataCache, dict])
 def test_cache_after_an_example_without(make):
-    """A call that is compiled later leaves no abstract tensors in the caller's cache."""
+    """Leave no abstract tensors in the caller's cache when a later call is compiled."""
     torch.manual_seed(0)
     model = Model(1)
-    compiled = moefx.compile(model, example_inputs=(hidden(),))
+    compiled = moefx.compile(model, example_inputs=(draw_hidden(),))
     caches = check_decoding(model, compiled, make)
     if make is not dict:
         assert [c.updates for c in caches] == [3, 3]
@@ -205,10 +205,10 @@ def test_cache_after_an_example_without(make):
 
 
 def test_trains_with_and_without_a_cache(pair):
-    before, _ = calls(pair[1])
-    check_gradients(*pair, hidden(), Cache)
-    check_gradients(*pair, hidden(5))
-    assert calls(pair[1]) == (before + 2, 0)
+    before, _ = count_calls(pair[1])
+    check_gradients(*pair, draw_hidden(), Cache)
+    check_gradients(*pair, draw_hidden(5))
+    assert count_calls(pair[1]) == (before + 2, 0)
 
 
 @pytest.mark.exhaustive
@@ -221,7 +221,7 @@ def test_checkpointed_layer_updates_the_cache_as_often(pair):
             return k, v
 
     for m in pair:
-        x, cache = hidden().requires_grad_(), Overwritten()
+        x, cache = draw_hidden().requires_grad_(), Overwritten()
         checkpoint(m, x, cache, use_reentrant=False).sum().backward()
         updates.append(cache.updates)
     assert updates == [2, 2]
@@ -229,33 +229,33 @@ def test_checkpointed_layer_updates_the_cache_as_often(pair):
 
 def test_verify_leaves_the_cache(pair):
     (model, compiled), cache = pair, Cache()
-    moefx.verify(compiled, model, (hidden(), cache), token_counts=()).raise_if_failed()
+    moefx.verify(compiled, model, (draw_hidden(), cache), token_counts=()).raise_if_failed()
     assert cache.updates == 0 and not cache.keys
 
 
 @pytest.mark.exhaustive
 def test_a_cache_is_filled_under_autocast(pair):
-    (model, compiled), caches, x = pair, (Cache(), Cache()), hidden()
-    before, _ = calls(compiled)
+    (model, compiled), caches, x = pair, (Cache(), Cache()), draw_hidden()
+    before, _ = count_calls(compiled)
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(compiled(x, caches[1]), model(x, caches[0]), atol=5e-2, rtol=5e-2)
-    assert calls(compiled) == (before + 1, 0) and caches[1].keys[0].dtype == torch.bfloat16
+    assert count_calls(compiled) == (before + 1, 0) and caches[1].keys[0].dtype == torch.bfloat16
 
 
 @pytest.mark.exhaustive
 def test_one_program_for_masks_of_all_lengths():
-    """A mask that is only passed on grows at each step."""
+    """Grow a mask in each step that the layer only passes on."""
     torch.manual_seed(0)
     model = Layer()
     mask = torch.ones(7, 7, dtype=torch.bool).tril()
-    compiled = moefx.compile(model, example_inputs=(hidden(), Cache(), mask))
-    caches, x = (Cache(), Cache()), hidden()
+    compiled = moefx.compile(model, example_inputs=(draw_hidden(), Cache(), mask))
+    caches, x = (Cache(), Cache()), draw_hidden()
     for step in range(4):
         mask = torch.ones(x.shape[1], 7 + step, dtype=torch.bool).tril(7 + step - x.shape[1])
         torch.testing.assert_close(compiled(x, caches[1], mask), model(x, caches[0], mask), atol=1e-5, rtol=1e-5)
-        x = hidden(1)
+        x = draw_hidden(1)
     (forward,) = find_rewritten_blocks(compiled).values()
-    assert calls(compiled) == (4, 0) and len(forward.programs) == 1
+    assert count_calls(compiled) == (4, 0) and len(forward.programs) == 1
 
 
 def test_copies_and_pickles_decode_as_the_original(pair):
@@ -267,16 +267,16 @@ def test_copies_and_pickles_decode_as_the_original(pair):
 @pytest.mark.exhaustive
 def test_dynamo_traces_a_block_with_a_cache(pair):
     model, compiled = pair[0], torch.compile(pair[1], backend="eager", fullgraph=True)
-    caches, x = (Cache(), Cache()), hidden()
+    caches, x = (Cache(), Cache()), draw_hidden()
     with torch.no_grad():
         for _ in range(3):
             torch.testing.assert_close(compiled(x, caches[1]), model(x, caches[0]), atol=1e-5, rtol=1e-5)
-            x = hidden(1)
+            x = draw_hidden(1)
     assert caches[1].updates == 3
 
 
 class Stores(nn.Module):
-    """Writes to a dict, in some layers only; equal modules may differ in that."""
+    """Write to a dict in some layers only; equal modules may differ in this."""
 
     def __init__(self, stores):
         super().__init__()
@@ -295,14 +295,14 @@ def test_container_that_one_of_equal_layers_writes_to():
     model = Model(0)
     model.layers.extend(Layer(Stores(stores)) for stores in (False, True))
     shared = {}
-    compiled = moefx.compile(model, example_inputs=(hidden(), {}))
-    x = hidden()
+    compiled = moefx.compile(model, example_inputs=(draw_hidden(), {}))
+    x = draw_hidden()
     torch.testing.assert_close(compiled(x, shared), model(x, {}), atol=1e-5, rtol=1e-5)
-    assert calls(compiled) == (2, 0) and shared.keys() == {"last"}
+    assert count_calls(compiled) == (2, 0) and shared.keys() == {"last"}
 
 
 class WithWeights(Attention):
-    """Returns the cache and weights whose shape no input has."""
+    """Return the cache, and weights of a shape that no input has."""
 
     def forward(self, x, cache=None, mask=None):
         y = super().forward(x, cache)
@@ -318,14 +318,18 @@ class ReturnsAll(Layer):
 def test_returns_the_results_of_the_attention():
     torch.manual_seed(0)
     model = ReturnsAll(WithWeights())
-    compiled, caches, x = moefx.compile(model, example_inputs=(hidden(), Cache())), (Cache(), Cache()), hidden()
+    compiled, caches, x = (
+        moefx.compile(model, example_inputs=(draw_hidden(), Cache())),
+        (Cache(), Cache()),
+        draw_hidden(),
+    )
     for _ in range(2):
         expected, out = model(x, caches[0]), compiled(x, caches[1])
         torch.testing.assert_close(out[0], expected[0], atol=1e-5, rtol=1e-5)
         assert out[1]["weights"].shape == expected[1]["weights"].shape and out[1]["cache"] is caches[1]
         assert out[2:] == expected[2:] == (None, x.shape[1])
-        x = hidden(1)
-    assert calls(compiled) == (2, 0)
+        x = draw_hidden(1)
+    assert count_calls(compiled) == (2, 0)
 
 
 class Writer(nn.Module):
@@ -347,9 +351,13 @@ class WritesTwice(Layer):
 def test_keeps_calls_with_unused_results():
     torch.manual_seed(0)
     model = WritesTwice(Writer())
-    compiled, caches, x = moefx.compile(model, example_inputs=(hidden(), Cache())), (Cache(), Cache()), hidden()
+    compiled, caches, x = (
+        moefx.compile(model, example_inputs=(draw_hidden(), Cache())),
+        (Cache(), Cache()),
+        draw_hidden(),
+    )
     torch.testing.assert_close(compiled(x, caches[1]), model(x, caches[0]), atol=1e-5, rtol=1e-5)
-    assert calls(compiled) == (1, 0) and caches[1].updates == caches[0].updates == 1
+    assert count_calls(compiled) == (1, 0) and caches[1].updates == caches[0].updates == 1
     torch.testing.assert_close(list(caches[1].keys.values()), list(caches[0].keys.values()))
 
 
@@ -371,18 +379,18 @@ class UsesFirst(Layer):
 def test_raises_if_the_attention_returns_another_type(name, value):
     torch.manual_seed(0)
     model = UsesFirst(Changing())
-    compiled, cache = moefx.compile(model, example_inputs=(hidden(), Cache())), Cache()
+    compiled, cache = moefx.compile(model, example_inputs=(draw_hidden(), Cache())), Cache()
     setattr(compiled.attn, name, value)
     with pytest.raises(moefx.MoefxError, match=r"attn returned .* It returned .* when its block was compiled"):
-        compiled(hidden(), cache)
+        compiled(draw_hidden(), cache)
     assert cache.updates == 1
-    again = moefx.compile(compiled, example_inputs=(hidden(), Cache()))  # the remedy
-    again(hidden(), Cache())
-    assert calls(again) == (1, 0)
+    again = moefx.compile(compiled, example_inputs=(draw_hidden(), Cache()))  # the remedy
+    again(draw_hidden(), Cache())
+    assert count_calls(again) == (1, 0)
 
 
 class ReturnsList(Attention):
-    """Returns a list with the cache, and a number."""
+    """Return a list with the cache, and a number."""
 
     number = 0.5
 
@@ -401,8 +409,8 @@ def test_hands_results_on_with_hooks():
     model = UsesList(ReturnsList())
     model.attn.register_forward_pre_hook(lambda module, args: (args[0] + 1, *args[1:]))
     model.attn.register_forward_hook(lambda module, args, out: [out[0] * 2, *out[1:]])
-    compiled = moefx.compile(model, example_inputs=(hidden(), Cache()))
-    caches, x = (Cache(), Cache()), hidden()
+    compiled = moefx.compile(model, example_inputs=(draw_hidden(), Cache()))
+    caches, x = (Cache(), Cache()), draw_hidden()
     for m, cache in zip((model, compiled), caches, strict=True):
         m.attn.number = 2.5
         (expected, _), (out, number) = model(x, Cache()), m(x, cache)
@@ -410,7 +418,7 @@ def test_hands_results_on_with_hooks():
         assert number == 2.5
     compiled.attn.number = None
     with pytest.raises(moefx.MoefxError, match=r"attn returned None as result 2\. It returned an object when"):
-        compiled(hidden(), Cache())
+        compiled(draw_hidden(), Cache())
 
 
 class TwoCaches(Layer):
@@ -421,12 +429,12 @@ class TwoCaches(Layer):
 @pytest.mark.exhaustive
 def test_takes_two_caches():
     torch.manual_seed(0)
-    model, cache, mine, own = TwoCaches(), Cache(), Cache(), Cache()
-    compiled = moefx.compile(model, example_inputs=(hidden(), Cache(), Cache()))
-    x = hidden()
-    torch.testing.assert_close(compiled(x, own, own), model(x, mine, mine), atol=1e-5, rtol=1e-5)
+    model, cache, expected, actual = TwoCaches(), Cache(), Cache(), Cache()
+    compiled = moefx.compile(model, example_inputs=(draw_hidden(), Cache(), Cache()))
+    x = draw_hidden()
+    torch.testing.assert_close(compiled(x, actual, actual), model(x, expected, expected), atol=1e-5, rtol=1e-5)
     with pytest.raises(moefx.NoMoEBlockFound, match="cache and other are the same object"):
-        moefx.compile(model, example_inputs=(hidden(), cache, cache))
+        moefx.compile(model, example_inputs=(draw_hidden(), cache, cache))
 
 
 class ReadsCache(Layer):
@@ -504,7 +512,7 @@ class ReadsType(Layer):
 
 
 class Asks(Layer):
-    """Asks something of the cache, of what it holds, or of a result of the attention."""
+    """Read a property of the cache, of its items, or of a result of the attention."""
 
     def __init__(self, question, attention=None):
         super().__init__(attention or WithWeights())
@@ -535,7 +543,7 @@ HELPER = Helper()
 
 
 class ReturnsTuple(Attention):
-    """Returns what `change` makes of the result."""
+    """Return the result after `change`."""
 
     change = None
 
@@ -544,12 +552,12 @@ class ReturnsTuple(Attention):
         return y if self.change is None else self.change(y), None
 
 
-def with_aux(y):
+def return_aux(y):
     y.aux = y.sum()
     return y
 
 
-def transposed(y):
+def transpose(y):
     return y.mT.contiguous().mT
 
 
@@ -562,13 +570,13 @@ class AsksStrides(Layer):
 def test_raises_if_a_result_is_not_contiguous():
     torch.manual_seed(0)
     model = AsksStrides(ReturnsTuple())
-    compiled = moefx.compile(model, example_inputs=(hidden(), Cache()))
+    compiled = moefx.compile(model, example_inputs=(draw_hidden(), Cache()))
     check_decoding(model, compiled, Cache, steps=1)
-    compiled.attn.change = transposed
+    compiled.attn.change = transpose
     with pytest.raises(moefx.MoefxError, match=r"attn returned a tensor of strides .* let attn return y\.contiguous"):
-        compiled(hidden(), Cache())
+        compiled(draw_hidden(), Cache())
     with pytest.raises(moefx.NoMoEBlockFound, match=r"(?s)returns no contiguous tensor .* strides .*y\.contiguous\(\)"):
-        moefx.compile(compiled, example_inputs=(hidden(), Cache()))
+        moefx.compile(compiled, example_inputs=(draw_hidden(), Cache()))
 
 
 @pytest.mark.sampled(7)
@@ -595,13 +603,13 @@ def test_raises_if_a_result_is_not_contiguous():
 def test_refuses_tests_of_the_cache(question, reason, validation):
     with pytest.raises(moefx.NoMoEBlockFound, match=f"(?s){reason}"):
         plan = moefx.Plan(validation=validation)
-        moefx.compile(Asks(question), example_inputs=(hidden(), Cache()), plan=plan)
+        moefx.compile(Asks(question), example_inputs=(draw_hidden(), Cache()), plan=plan)
 
 
 class HandsOn(Layer):
     def __init__(self):
         attention = ReturnsTuple()
-        attention.change = with_aux
+        attention.change = return_aux
         super().__init__(attention)
         self.last = Last()
 
@@ -618,7 +626,7 @@ class Last(nn.Module):
 def test_hands_attributes_of_results_on():
     torch.manual_seed(0)
     model = HandsOn()
-    check_decoding(model, moefx.compile(model, example_inputs=(hidden(), Cache())), Cache, steps=2)
+    check_decoding(model, moefx.compile(model, example_inputs=(draw_hidden(), Cache())), Cache, steps=2)
 
 
 class WithoutGrad(Layer):
@@ -630,14 +638,14 @@ class WithoutGrad(Layer):
 
 class PassesDict(Layer):
     def forward(self, x, cache):
-        given = {"x": self.norm1(x)}
-        return self.mix(given["x"] + self.attn(given, cache))
+        inputs = {"x": self.norm1(x)}
+        return self.mix(inputs["x"] + self.attn(inputs, cache))
 
 
 class ReplacesItem(Attention):
-    def forward(self, given, cache=None, mask=None):
-        given["x"] = given["x"] * 2
-        return super().forward(given["x"], cache)
+    def forward(self, inputs, cache=None, mask=None):
+        inputs["x"] = inputs["x"] * 2
+        return super().forward(inputs["x"], cache)
 
 
 class UsesNumpy(Attention):
@@ -659,7 +667,7 @@ class Keeps(Attention):
 
 
 class Writes(Attention):
-    """Writes to something that the layer reads."""
+    """Write to an object that the layer reads."""
 
     def __init__(self, write, **kwargs):
         super().__init__()
@@ -688,7 +696,7 @@ class ReadsWhatIsWritten(Layer):
         return y * (1 + self.read(self))
 
 
-def _reads(read, write, **kwargs):
+def _make_reader(read, write, **kwargs):
     return lambda: ReadsWhatIsWritten(read, write, **copy.deepcopy(kwargs))
 
 
@@ -697,12 +705,12 @@ def _reads(read, write, **kwargs):
     "make, reason",
     [
         (
-            _reads(lambda m: m.config.tokens, lambda m, n: setattr(m.config, "tokens", n), config=Config()),
+            _make_reader(lambda m: m.config.tokens, lambda m, n: setattr(m.config, "tokens", n), config=Config()),
             r"attn .* writes to config; keep it in the object",
         ),
-        (_reads(lambda m: len(m.seen), lambda m, n: m.seen.append(n), seen=[]), r"attn .* writes to seen"),
+        (_make_reader(lambda m: len(m.seen), lambda m, n: m.seen.append(n), seen=[]), r"attn .* writes to seen"),
         (
-            _reads(lambda m: m.attn.count, lambda m, n: setattr(m, "count", m.count + n)),
+            _make_reader(lambda m: m.attn.count, lambda m, n: setattr(m, "count", m.count + n)),
             r"replaces its buffer count by another tensor; write to the buffer in place",
         ),
         (
@@ -717,8 +725,8 @@ def _reads(read, write, **kwargs):
         ),
         (WithoutGrad, r"attn .* is called under no_grad .*put no_grad into the forward of attn"),
         (ReadsType, r"ReadsType\.forward asks for `type` of a variable.*:\d+.*ask the rest in the submodule"),
-        (_reads(lambda m: m.attn._n, lambda m, n: setattr(m, "_n", n), _n=1), r"reads attn\._n, which attn sets"),
-        (_reads(lambda m: len(m.attn.own), lambda m, n: m.own.append(n)), r"reads attn\.own, which attn sets"),
+        (_make_reader(lambda m: m.attn._n, lambda m, n: setattr(m, "_n", n), _n=1), r"reads attn\._n, which attn sets"),
+        (_make_reader(lambda m: len(m.attn.own), lambda m, n: m.own.append(n)), r"reads attn\.own, which attn sets"),
         (ReadsCache, r"the block itself reads cache\.keys.*test_passed_objects\.py:\d+.*read it in the submodule"),
         (HidesRead, r"the block itself reads cache\.keys"),
         (lambda: ReadsAttribute(Counts()), r"reads attn\.calls, which attn sets.*return the value from attn"),
@@ -730,15 +738,15 @@ def _reads(read, write, **kwargs):
 )
 def test_refuses_reads_of_the_caches_state(make, reason):
     with pytest.raises(moefx.NoMoEBlockFound, match=f"(?s){reason}"):
-        moefx.compile(make(), example_inputs=(hidden(), Cache()))
+        moefx.compile(make(), example_inputs=(draw_hidden(), Cache()))
 
 
 class CopiesCache(Layer):
     def forward(self, x, cache):
-        own = copy.copy(cache)
-        return super().forward(x, own), own
+        actual = copy.copy(cache)
+        return super().forward(x, actual), actual
 
 
 def test_refuses_a_copied_cache():
     with pytest.raises(moefx.NoMoEBlockFound, match=r"a tensor of .* comes from another call, or a submodule"):
-        moefx.compile(CopiesCache(), example_inputs=(hidden(), DictCache()))
+        moefx.compile(CopiesCache(), example_inputs=(draw_hidden(), DictCache()))

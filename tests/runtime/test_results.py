@@ -47,16 +47,16 @@ class Block(nn.Module):
         return self.result(out, logits)
 
 
-def output(hidden, logits):
+def make_output(hidden, logits):
     return Output(hidden, {"z": logits.logsumexp(-1).mean()}, logits, 3)
 
 
-def checked(hidden, logits):
+def make_checked(hidden, logits):
     return Checked(hidden)
 
 
-def nested(hidden, logits):
-    return [output(hidden, logits), (Checked(hidden * 2), None)]
+def make_nested(hidden, logits):
+    return [make_output(hidden, logits), (Checked(hidden * 2), None)]
 
 
 class Net(nn.Module):
@@ -70,48 +70,48 @@ class Net(nn.Module):
         return b.hidden, a.losses["z"] + b.losses["z"]
 
 
-def same(actual, expected):
+def check_equal(actual, expected):
     if isinstance(expected, torch.Tensor):
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-13)
     elif isinstance(expected, (list, tuple)):
         assert type(actual) is type(expected) and len(actual) == len(expected)
         for a, b in zip(actual, expected, strict=True):
-            same(a, b)
+            check_equal(a, b)
     elif isinstance(expected, dict):
         assert actual.keys() == expected.keys()
-        same([*actual.values()], [*expected.values()])
+        check_equal([*actual.values()], [*expected.values()])
     elif dataclasses.is_dataclass(expected):
         assert type(actual) is type(expected)
         for field in dataclasses.fields(expected):
-            same(getattr(actual, field.name), getattr(expected, field.name))
+            check_equal(getattr(actual, field.name), getattr(expected, field.name))
     else:
         assert actual == expected
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("result", [output, checked, nested])
+@pytest.mark.parametrize("result", [make_output, make_checked, make_nested])
 def test_a_block_returns_any_kind_of_result(result):
     model, x = Block(result).double(), torch.randn(30, D).double()
     compiled = moefx.compile(model, example_inputs=(x,))
-    same(compiled(x), model(x))
+    check_equal(compiled(x), model(x))
     moefx.verify(compiled, model, (x,)).raise_if_failed()
     buffer = io.BytesIO()
     torch.save(compiled, buffer)
     buffer.seek(0)
-    same(torch.load(buffer, weights_only=False)(x), model(x))
+    check_equal(torch.load(buffer, weights_only=False)(x), model(x))
     assert moefx.explain(compiled).matched[0].calls == (1, 0, 0)
 
 
-@pytest.mark.parametrize("result", [output])
+@pytest.mark.parametrize("result", [make_output])
 def test_results_of_any_kind_are_traced_as_one_graph(result):
     model, x = Block(result).double(), torch.randn(30, D).double()
     compiled = moefx.compile(model, example_inputs=(x,))
     torch._dynamo.reset()
-    same(torch.compile(compiled, fullgraph=True, backend="aot_eager")(x), model(x))
+    check_equal(torch.compile(compiled, fullgraph=True, backend="aot_eager")(x), model(x))
 
 
 def test_blocks_inside_of_a_model():
-    model, x = Net(output).double(), torch.randn(30, D).double()
+    model, x = Net(make_output).double(), torch.randn(30, D).double()
     compiled = moefx.compile(model, example_inputs=(x,))
-    same(compiled(x), model(x))
+    check_equal(compiled(x), model(x))
     assert [b.name for b in moefx.blocks(compiled)] == ["first", "second"]
