@@ -1,4 +1,4 @@
-"""Tests of the programs of compiled models: equal blocks are proven once."""
+"""Tests of the programs of compiled models, which prove equal blocks once."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Whole models for the tests of compiled models with other parts of PyTorch.
+"""Whole models for tests of compiled models with other parts of PyTorch.
 
-Experts are stored in three ways: a ModuleList with a loop, stacked parameters, and a model of transformers.
-All are float64, so that equality with the original is a matter of the last digits.
+Experts are stored in three ways: a ModuleList with a loop, stacked parameters, and a model of transformers. All are
+float64, so that tolerances can be small.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import moefx
 
 VOCABULARY, D, H, E, K = 32, 16, 12, 4, 2
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}
-NEAR = {"rtol": 1e-5, "atol": 1e-7}  # some part is float32 in the original as well
+NEAR = {"rtol": 1e-5, "atol": 1e-7}  # some part is float32 in the original too
 
 
 class Expert(nn.Module):
@@ -132,41 +132,43 @@ ALL = [*PLAIN, pytest.param("qwen3", marks=[needs_transformers, pytest.mark.hf])
 def build(kind: str, dtype: torch.dtype = torch.float64, layers: int = 2) -> nn.Module:
     torch.manual_seed(0)
     model = BUILD[kind](layers).to(dtype)
-    with torch.no_grad():  # far from ties: no choice hangs on the last digit
+    with torch.no_grad():  # far from ties: rounding changes no selection
         for name, p in model.named_parameters():
             if p.dim() > 1 and ("router" in name or name.endswith("mlp.gate.weight")):
                 p.mul_(4)
     return model
 
 
-def pair(kind: str, dtype: torch.dtype = torch.float64, layers: int = 2, **options: Any) -> tuple[nn.Module, nn.Module]:
-    """The original, and a compiled model with parameters of its own."""
+def build_pair(
+    kind: str, dtype: torch.dtype = torch.float64, layers: int = 2, **options: Any
+) -> tuple[nn.Module, nn.Module]:
+    """Return the original, and a compiled model with its own parameters."""
     original = build(kind, dtype, layers)
-    return original, compiled_of(original, **options)
+    return original, compile_model(original, **options)
 
 
-def compiled_of(original: nn.Module, **options: Any) -> nn.Module:
+def compile_model(original: nn.Module, **options: Any) -> nn.Module:
     return moefx.compile(copy.deepcopy(original), **options)
 
 
-def ids(batch: int = 2, length: int = 6, seed: int = 0) -> Tensor:
+def draw_ids(batch: int = 2, length: int = 6, seed: int = 0) -> Tensor:
     return torch.randint(VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def logits(model: nn.Module, tokens: Tensor) -> Tensor:
+def compute_logits(model: nn.Module, tokens: Tensor) -> Tensor:
     out = model(input_ids=tokens)
     return out if isinstance(out, Tensor) else out.logits
 
 
-def loss(model: nn.Module, tokens: Tensor) -> Tensor:
+def compute_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     out = model(input_ids=tokens, labels=tokens)
     return out if isinstance(out, Tensor) else out.loss
 
 
-def step(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
-    """Loss and the gradient of every parameter (zero where there is none)."""
+def run_step(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
+    """Return the loss and the gradients of all parameters, with zeros for missing ones."""
     model.zero_grad(set_to_none=True)
-    value = loss(model, tokens)
+    value = compute_loss(model, tokens)
     value.backward()
     grads = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
@@ -181,13 +183,13 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], **tolera
 
 
 def assert_rewritten(model: nn.Module, calls: bool = True) -> None:
-    """Every MoE layer runs the rewritten graph, and nothing ran the original code instead."""
+    """Check that every MoE layer runs the rewritten graph and that the original code never ran."""
     layers = model.moes if isinstance(model, Model) else model.model.layers
     found = moefx.blocks(model)
     assert len(found) == len(layers) and all(block.fallbacks == 0 for block in found)
     assert not calls or all(block.forward.counts.rewritten > 0 for block in found)
 
 
-def experts_of(model: nn.Module) -> nn.Module:
-    """The experts of the second layer."""
+def find_experts(model: nn.Module) -> nn.Module:
+    """Return the experts of the second layer."""
     return model.moes[1].experts if isinstance(model, Model) else model.model.layers[1].mlp.experts

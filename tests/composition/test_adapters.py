@@ -1,4 +1,4 @@
-"""Adapters and changes: they work on kept modules, and raise a named error on absorbed experts."""
+"""Adapters and changes work on kept modules, and raise a named error on absorbed experts."""
 
 from __future__ import annotations
 
@@ -24,39 +24,39 @@ from .models import (
     assert_rewritten,
     assert_same,
     build,
-    compiled_of,
-    experts_of,
-    ids,
-    logits,
+    build_pair,
+    compile_model,
+    compute_logits,
+    draw_ids,
+    find_experts,
     needs_transformers,
-    pair,
-    step,
+    run_step,
 )
 
 
-def router_of(model: nn.Module) -> nn.Module:
+def find_router(model: nn.Module) -> nn.Module:
     return model.moes[1].router if isinstance(model, Model) else model.model.layers[1].mlp.gate
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ALL)
 def test_hooks_on_routers_fire_and_may_change_the_result(kind):
-    original, compiled = pair(kind)
+    original, compiled = build_pair(kind)
     seen = {}
     for name, model in (("original", original), ("compiled", compiled)):
-        router_of(model).register_forward_hook(lambda m, args, out, name=name: seen.setdefault(name, out))
-        router_of(model).register_forward_pre_hook(lambda m, args: (2 * args[0], *args[1:]))
-    assert_same(step(compiled, ids()), step(original, ids()), **NEAR)
+        find_router(model).register_forward_hook(lambda m, args, out, name=name: seen.setdefault(name, out))
+        find_router(model).register_forward_pre_hook(lambda m, args: (2 * args[0], *args[1:]))
+    assert_same(run_step(compiled, draw_ids()), run_step(original, draw_ids()), **NEAR)
     torch.testing.assert_close(seen["compiled"], seen["original"], **NEAR)
     assert_rewritten(compiled)
 
 
 @pytest.mark.parametrize("kind", ["loop", "stacked"])
 def test_a_replaced_router_is_used(kind):
-    original, compiled = pair(kind)
+    original, compiled = build_pair(kind)
     fresh = nn.Linear(D, 4, bias=False).double()
     original.moes[0].router, compiled.moes[0].router = fresh, copy.deepcopy(fresh)
-    assert_same(step(compiled, ids()), step(original, ids()))
+    assert_same(run_step(compiled, draw_ids()), run_step(original, draw_ids()))
     assert_rewritten(compiled)
 
 
@@ -89,14 +89,14 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("called_before", [False, True], ids=["at once", "later"])
 def test_a_changed_expert_raises(change, called_before):
-    _, compiled = pair("loop")
+    _, compiled = build_pair("loop")
     if called_before:
-        step(compiled, ids())
+        run_step(compiled, draw_ids())
     make, message = CHANGES[change]
-    make(experts_of(compiled))
+    make(find_experts(compiled))
     for _ in range(2):
         with pytest.raises(AbsorbedModuleChanged, match=rf"^moes\.1\.{message}.* before moefx\.compile") as error:
-            compiled(ids())
+            compiled(draw_ids())
     assert isinstance(error.value, RuntimeError)
 
 
@@ -114,24 +114,24 @@ STACKED_CHANGES = {
 @pytest.mark.parametrize("change", STACKED_CHANGES)
 @pytest.mark.parametrize("kind", [k for k in ALL if k != "loop"])
 def test_changed_stacked_experts_raise(change, kind):
-    _, compiled = pair(kind)
+    _, compiled = build_pair(kind)
     make, message = STACKED_CHANGES[change]
-    make(experts_of(compiled))
+    make(find_experts(compiled))
     with pytest.raises(AbsorbedModuleChanged, match=rf"layers\.1\.mlp\.experts {message}|moes\.1\.experts {message}"):
-        logits(compiled, ids())
+        compute_logits(compiled, draw_ids())
 
 
 def test_a_hook_on_an_expert_before_compile_is_a_reason_to_refuse():
-    """The layer with the hook stays as it is, the other one is rewritten; the hook keeps firing."""
+    """Refuse only the layer with the hook, which is still called."""
     original = build("loop")
     fired = []
     original.moes[1].experts[2].register_forward_hook(lambda *a: fired.append(1))
     with pytest.warns(UserWarning, match=r"moes\.1: experts\.2 has a forward hook, which .* would not call"):
-        compiled = compiled_of(original)
+        compiled = compile_model(original)
     assert [block.name for block in moefx.blocks(compiled)] == ["moes.0"]
     fired.clear()
-    torch.testing.assert_close(logits(compiled, ids()), logits(original, ids()), **CLOSE)
-    assert len(fired) == 2  # one of each model
+    torch.testing.assert_close(compute_logits(compiled, draw_ids()), compute_logits(original, draw_ids()), **CLOSE)
+    assert len(fired) == 2  # one call of each model
     (refused,) = moefx.explain(original).refused
     assert refused.name == "moes.1" and refused.remedy.startswith("remove it")
 
@@ -141,9 +141,9 @@ def test_hooks_on_kept_modules_are_allowed(module):
     original = build("loop")
     fired = []
     original.moes[1].get_submodule(module).register_forward_hook(lambda *a: fired.append(1))
-    compiled = compiled_of(original)
+    compiled = compile_model(original)
     fired.clear()
-    logits(compiled, ids())
+    compute_logits(compiled, draw_ids())
     assert fired == [1]
     assert_rewritten(compiled)
 
@@ -157,14 +157,14 @@ def test_a_forward_of_an_experts_own_before_compile_is_part_of_the_rewrite():
     for moe in original.moes:
         for expert in moe.experts:
             expert.forward = types.MethodType(_relu_forward, expert)
-    compiled = compiled_of(original)
+    compiled = compile_model(original)
     assert "relu" in moefx.explain(compiled).matched[0].expert
     for model in (compiled, copy.deepcopy(compiled)):
-        assert_same(step(model, ids()), step(original, ids()))
+        assert_same(run_step(model, draw_ids()), run_step(original, draw_ids()))
         assert_rewritten(model)
     del compiled.moes[0].experts[1].forward
     with pytest.raises(AbsorbedModuleChanged, match=r"moes\.0\.experts\.1 was given a forward of its own"):
-        compiled(ids())
+        compiled(draw_ids())
 
 
 # -- PEFT ------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ def _lora(targets: list[str]):
 @pytest.mark.parametrize("when", ["after", "before"])
 def test_lora_on_attention_leaves_the_blocks_rewritten(when):
     peft, config = _lora(["q_proj", "v_proj"])
-    original, compiled = pair("qwen3")
+    original, compiled = build_pair("qwen3")
     torch.manual_seed(5)
     expected = peft.get_peft_model(original, config)
     if when == "after":
@@ -188,8 +188,8 @@ def test_lora_on_attention_leaves_the_blocks_rewritten(when):
         found.load_state_dict(expected.state_dict())
         inner = compiled
     else:
-        found = inner = moefx.compile(copy.deepcopy(expected), example_inputs={"input_ids": ids()})
-    assert_same(step(found, ids()), step(expected, ids()), **NEAR)
+        found = inner = moefx.compile(copy.deepcopy(expected), example_inputs={"input_ids": draw_ids()})
+    assert_same(run_step(found, draw_ids()), run_step(expected, draw_ids()), **NEAR)
     assert len(moefx.blocks(inner)) == 2 and all(b.fallbacks == 0 for b in moefx.blocks(inner))
     trained = [n for n, p in found.named_parameters() if p.requires_grad]
     assert trained and all("lora" in n for n in trained)
@@ -198,7 +198,7 @@ def test_lora_on_attention_leaves_the_blocks_rewritten(when):
 @pytest.mark.parametrize("when", ["after", "before"])
 def test_lora_on_routers_trains_as_in_the_original(when):
     peft, config = _lora(["router"])
-    original, compiled = pair("loop")
+    original, compiled = build_pair("loop")
     torch.manual_seed(5)
     expected = peft.inject_adapter_in_model(config, original)
     if when == "after":
@@ -207,26 +207,26 @@ def test_lora_on_routers_trains_as_in_the_original(when):
     else:
         found = moefx.compile(copy.deepcopy(expected))
     assert "lora_A" in str(found.moes[0].router)
-    assert_same(step(found, ids()), step(expected, ids()))
+    assert_same(run_step(found, draw_ids()), run_step(expected, draw_ids()))
     assert_rewritten(found)
 
 
 @pytest.mark.parametrize("layer", ["up", "down"])
 def test_lora_on_an_absorbed_expert_raises(layer):
     peft, config = _lora([layer])
-    _, compiled = pair("loop")
+    _, compiled = build_pair("loop")
     compiled = peft.inject_adapter_in_model(config, compiled)
     with pytest.raises(AbsorbedModuleChanged, match=rf"moes\.0\.experts\.0\.{layer} was replaced \(Linear by Linear\)"):
-        compiled(ids())
+        compiled(draw_ids())
 
 
 def test_lora_on_experts_before_compile():
-    """Either the adapters are part of the rewrite, or the blocks are left as they were; never ignored."""
+    """Rewrite the adapters with the block, or leave the block unchanged, but never ignore them."""
     peft, config = _lora(["up", "down"])
     torch.manual_seed(5)
     original = peft.inject_adapter_in_model(config, build("loop"))
-    compiled = compiled_of(original, strict=False)
-    assert_same(step(compiled, ids()), step(original, ids()))
+    compiled = compile_model(original, strict=False)
+    assert_same(run_step(compiled, draw_ids()), run_step(original, draw_ids()))
     assert moefx.blocks(compiled) or moefx.explain(compiled).refused
 
 
@@ -234,8 +234,8 @@ def test_lora_on_experts_before_compile():
 @pytest.mark.hf
 def test_lora_on_stacked_experts_of_transformers_raises():
     peft = pytest.importorskip("peft")
-    _, compiled = pair("qwen3")
+    _, compiled = build_pair("qwen3")
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
     wrapped = peft.get_peft_model(compiled, config)
     with pytest.raises(AbsorbedModuleChanged, match=r"layers\.0\.mlp\.experts"):
-        step(wrapped, ids())
+        run_step(wrapped, draw_ids())

@@ -13,7 +13,18 @@ import moefx
 
 from ..blocks import Loop
 from . import models
-from .models import ALL, CLOSE, NEAR, assert_rewritten, assert_same, ids, logits, loss, pair, step
+from .models import (
+    ALL,
+    CLOSE,
+    NEAR,
+    assert_rewritten,
+    assert_same,
+    build_pair,
+    compute_logits,
+    compute_loss,
+    draw_ids,
+    run_step,
+)
 
 SIZES = ((2, 6), (3, 5), (1, 11))
 
@@ -29,12 +40,12 @@ def _fresh_dynamo():
 @pytest.mark.parametrize("kind", ALL)
 def test_one_graph_for_several_sizes(kind):
     layers = 1 if kind == "qwen3" else 2
-    original, compiled = pair(kind, layers=layers)
+    original, compiled = build_pair(kind, layers=layers)
     backend = CompileCounterWithBackend("aot_eager")
     compiled.compile(fullgraph=True, backend=backend)
     for number, size in enumerate(SIZES):
-        tokens = ids(*size, seed=number)
-        assert_same(step(compiled, tokens), step(original, tokens), **NEAR)
+        tokens = draw_ids(*size, seed=number)
+        assert_same(run_step(compiled, tokens), run_step(original, tokens), **NEAR)
     assert backend.frame_count <= 3  # the first sizes, then dynamic ones
     names = [str(node.target) for node in backend.graphs[-1].graph.nodes]
     assert sum("expert_mlp" in name for name in names) == layers
@@ -44,11 +55,13 @@ def test_one_graph_for_several_sizes(kind):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ALL)
 def test_inference_has_a_graph_of_its_own(kind):
-    original, compiled = pair(kind, layers=1)
+    original, compiled = build_pair(kind, layers=1)
     fast = torch.compile(compiled.eval(), fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         for size in SIZES[:2]:
-            torch.testing.assert_close(logits(fast, ids(*size)), logits(original.eval(), ids(*size)), **NEAR)
+            torch.testing.assert_close(
+                compute_logits(fast, draw_ids(*size)), compute_logits(original.eval(), draw_ids(*size)), **NEAR
+            )
     assert_rewritten(compiled, calls=False)
 
 
@@ -56,20 +69,20 @@ def test_inference_has_a_graph_of_its_own(kind):
 @pytest.mark.exhaustive  # a minute each
 @pytest.mark.parametrize("kind", ALL)
 def test_inductor_compiles_the_model_as_one_graph(kind):
-    original, compiled = pair(kind, layers=1)
+    original, compiled = build_pair(kind, layers=1)
     compiled.compile(fullgraph=True, backend="inductor")
     for size in SIZES[:2]:
-        assert_same(step(compiled, ids(*size)), step(original, ids(*size)), **NEAR)
+        assert_same(run_step(compiled, draw_ids(*size)), run_step(original, draw_ids(*size)), **NEAR)
     assert_rewritten(compiled, calls=False)
 
 
 def test_compiling_layer_by_layer_traces_like_layers_once():
-    original, compiled = pair("loop")
+    original, compiled = build_pair("loop")
     backend = CompileCounterWithBackend("aot_eager")
     for moe in compiled.moes:
         moe.compile(fullgraph=True, backend=backend)
     for size in SIZES:
-        assert_same(step(compiled, ids(*size)), step(original, ids(*size)))
+        assert_same(run_step(compiled, draw_ids(*size)), run_step(original, draw_ids(*size)))
     assert backend.frame_count <= 3  # not once per layer
     assert list(compiled.state_dict()) == list(original.state_dict())
 
@@ -78,66 +91,72 @@ def test_compiling_layer_by_layer_traces_like_layers_once():
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "lenient"])
 def test_exported_models_hold_the_rewritten_blocks(kind, strict):
-    original, compiled = pair(kind)
+    original, compiled = build_pair(kind)
     compiled.eval()
     original.eval()
     batch, length = torch.export.Dim("batch", min=2, max=64), torch.export.Dim("length", min=2, max=60)
     exported = torch.export.export(
-        compiled, (), {"input_ids": ids()}, dynamic_shapes={"input_ids": {0: batch, 1: length}}, strict=strict
+        compiled, (), {"input_ids": draw_ids()}, dynamic_shapes={"input_ids": {0: batch, 1: length}}, strict=strict
     )
     assert sum("expert_mlp" in str(node.target) for node in exported.graph.nodes) == 2
     assert exported.state_dict.keys() == original.state_dict().keys()
     for size in SIZES[:2]:
-        torch.testing.assert_close(logits(exported.module(), ids(*size)), logits(original, ids(*size)), **NEAR)
+        torch.testing.assert_close(
+            compute_logits(exported.module(), draw_ids(*size)), compute_logits(original, draw_ids(*size)), **NEAR
+        )
 
 
 def test_an_exported_model_can_be_saved(tmp_path):
-    original, compiled = pair("loop")
-    exported = torch.export.export(compiled, (), {"input_ids": ids()})
+    original, compiled = build_pair("loop")
+    exported = torch.export.export(compiled, (), {"input_ids": draw_ids()})
     torch.export.save(exported, tmp_path / "model.pt2")
     loaded = torch.export.load(tmp_path / "model.pt2").module()
-    torch.testing.assert_close(loaded(input_ids=ids(seed=5)), logits(original, ids(seed=5)), **CLOSE)
+    torch.testing.assert_close(loaded(input_ids=draw_ids(seed=5)), compute_logits(original, draw_ids(seed=5)), **CLOSE)
 
 
 def test_a_loss_function_around_the_model():
-    """The compiled region may be larger than the model."""
-    original, compiled = pair("stacked")
+    """Compile a region that is larger than the model."""
+    original, compiled = build_pair("stacked")
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def train_loss(tokens):
-        return loss(compiled, tokens) * 2
+        return compute_loss(compiled, tokens) * 2
 
-    train_loss(ids()).backward()
-    (2 * loss(original, ids())).backward()
+    train_loss(draw_ids()).backward()
+    (2 * compute_loss(original, draw_ids())).backward()
     for actual, expected in zip(compiled.parameters(), original.parameters(), strict=True):
         torch.testing.assert_close(actual.grad, expected.grad, **CLOSE)
 
 
 def test_autocast_inside_of_a_compiled_region():
-    original, compiled = pair("loop", torch.float32)
+    original, compiled = build_pair("loop", torch.float32)
     fast = torch.compile(compiled, fullgraph=True, backend="aot_eager")
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        torch.testing.assert_close(logits(fast, ids()), logits(original, ids()), rtol=0.05, atol=0.05)
-        torch.testing.assert_close(logits(fast, ids()), logits(compiled, ids()), rtol=0.02, atol=0.02)
+        torch.testing.assert_close(
+            compute_logits(fast, draw_ids()), compute_logits(original, draw_ids()), rtol=0.05, atol=0.05
+        )
+        torch.testing.assert_close(
+            compute_logits(fast, draw_ids()), compute_logits(compiled, draw_ids()), rtol=0.02, atol=0.02
+        )
 
 
 def test_a_changed_expert_is_noticed_when_the_graph_is_made_again():
-    _, compiled = pair("loop")
+    _, compiled = build_pair("loop")
     models.experts_of(compiled)[1].up = nn.Linear(models.D, models.H, bias=False).double()
     with pytest.raises(Exception, match=r"moes\.1\.experts\.1\.up was replaced"):
-        torch.compile(compiled, fullgraph=True, backend="aot_eager")(ids())
+        torch.compile(compiled, fullgraph=True, backend="aot_eager")(draw_ids())
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("part", ["", "moes.0", "moes.1.experts.2"])
 def test_parts_that_torch_compiles_already(part):
-    """Capture looks through `Module.compile`; what it compiled before stays usable."""
-    original, _ = pair("loop")
-    expected = step(original, ids())
+    """Capture through `Module.compile`, and keep the compiled module usable."""
+    original, _ = build_pair("loop")
+    expected = run_step(original, draw_ids())
     original.get_submodule(part).compile(backend="aot_eager")
-    compiled = models.compiled_of(original)
-    assert_same(step(compiled, ids()), expected)
-    assert_same(step(original, ids()), expected)
+    compiled = models.compile_model(original)
+    assert_same(run_step(compiled, draw_ids()), expected)
+    assert_same(run_step(original, draw_ids()), expected)
     assert_rewritten(compiled)
 
 
@@ -152,7 +171,7 @@ def test_export_of_a_block_by_itself():
 
 
 class Balanced(nn.Module):
-    """Which experts are chosen hangs on integers that training counts and evaluation looks at."""
+    """Select experts by integers that training counts and evaluation reads."""
 
     def __init__(self):
         super().__init__()
@@ -171,7 +190,7 @@ class Balanced(nn.Module):
 
 
 def test_export_in_a_mode_without_an_earlier_call():
-    """The other mode's program is found while torch exports, when parameters and buffers have no values."""
+    """Find the other mode's program during the export, in which parameters and buffers have no values."""
     torch.manual_seed(0)
     original, x = Balanced(), torch.randn(3, 20, models.D)
     compiled = moefx.compile(copy.deepcopy(original), example_inputs=(x,))

@@ -1,4 +1,4 @@
-"""A compiled model under data parallelism: two processes give the numbers of the original on one."""
+"""Compiled models under data parallelism: two processes compute the results of the original on one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CASES = {
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ALL)
 def test_two_processes(kind, tmp_path):
-    """All cases of a kind in one pair of processes: starting them takes longer than the cases."""
+    """Run all cases of a kind in one pair of processes: starting them takes longer than the cases."""
     command = ["-m", "tests.composition.worker", kind, *CASES[kind]]
     done = torchrun(*command, ranks=2, environment={"CHECKPOINT": str(tmp_path / "checkpoint")})
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 class Stacked(nn.Module):
-    """A plain block; `separate`: its experts are modules, else slices of stacked parameters."""
+    """Plain block. `separate`: its experts are modules instead of slices of stacked parameters."""
 
     def __init__(self, separate: bool, d: int = D, h: int = H, experts: int = E, slots: int = K):
         super().__init__()
@@ -56,19 +56,19 @@ class Stacked(nn.Module):
 
 @pytest.fixture(params=[False, True], ids=["stacked", "separate"])
 def models(request):
-    """(original, compiled) with weights of their own, on the first GPU in bfloat16."""
+    """Return (original, compiled) with separate weights, on the first GPU in bfloat16."""
     torch.manual_seed(0)
     original = Stacked(request.param).bfloat16().cuda()
-    return original, moefx.compile(copy.deepcopy(original), example_inputs=(inputs(64),))
+    return original, moefx.compile(copy.deepcopy(original), example_inputs=(draw_inputs(64),))
 
 
-def inputs(tokens: int = TOKENS, device: str = "cuda", seed: int = 1) -> Tensor:
+def draw_inputs(tokens: int = TOKENS, device: str = "cuda", seed: int = 1) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(tokens, D, generator=generator).bfloat16().to(device).requires_grad_()
 
 
-def step(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """Output and gradients, of a loss so large that float16 holds them."""
+def run_step(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Return output and gradients, of a loss that float16 can represent."""
     leaves = [x, *model.parameters()]
     out = model(x)
     return [out, *torch.autograd.grad(out.float().square().sum(), leaves)]
@@ -81,8 +81,8 @@ def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def by_kernels():
-    """What runs in this context runs by the kernels, and only by them."""
+def check_kernels_run():
+    """Check that all expert ops in this context run on the Triton kernels."""
     op_providers.reset_counters()
     yield
     found = {provider for op, provider in op_providers.counters() if op.startswith(("expert_mlp", "build_pft"))}
@@ -91,61 +91,61 @@ def by_kernels():
 
 def test_a_graph_is_replayed_with_other_tokens(models):
     original, compiled = models
-    x = inputs().detach()
+    x = draw_inputs().detach()
     static = x.clone().requires_grad_()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream), by_kernels():
+    with torch.cuda.stream(stream), check_kernels_run():
         for _ in range(3):
-            step(compiled, static)
+            run_step(compiled, static)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = step(compiled, static)
-    for seed in (2, 3):  # another routing, so other numbers of rows
-        fresh = inputs(seed=seed)
+        results = run_step(compiled, static)
+    for seed in (2, 3):  # another routing, with other numbers of rows
+        fresh = draw_inputs(seed=seed)
         static.data.copy_(fresh)
         graph.replay()
-        assert_close(results, step(original, fresh))
+        assert_close(results, run_step(original, fresh))
 
 
 def test_another_stream_gives_the_same_step(models):
     original, compiled = models
-    x, stream = inputs(), torch.cuda.Stream()
-    expected = step(compiled, x)  # recorded on the usual stream
+    x, stream = draw_inputs(), torch.cuda.Stream()
+    expected = run_step(compiled, x)  # recorded on the default stream
     stream.wait_stream(torch.cuda.current_stream())
     for _ in range(3):
-        with torch.cuda.stream(stream), by_kernels():
-            results = step(compiled, x)
+        with torch.cuda.stream(stream), check_kernels_run():
+            results = run_step(compiled, x)
         stream.synchronize()
         assert all(map(torch.equal, results, expected))
-    assert_close(expected, step(original, x))
+    assert_close(expected, run_step(original, x))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_several_devices_in_one_process(models):
     original, compiled = models
     twin = copy.deepcopy(compiled).to("cuda:1")
-    expected = step(compiled, inputs())
+    expected = run_step(compiled, draw_inputs())
     for _ in range(2):
-        results = step(twin, inputs(device="cuda:1"))  # the current device is the first
+        results = run_step(twin, draw_inputs(device="cuda:1"))  # the current device is the first
         assert all(t.device == torch.device("cuda:1") for t in results)
         assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(results, expected, strict=True))
-        assert all(map(torch.equal, step(compiled, inputs()), expected))
-    assert_close(expected, step(original, inputs()))
+        assert all(map(torch.equal, run_step(compiled, draw_inputs()), expected))
+    assert_close(expected, run_step(original, draw_inputs()))
 
 
 def test_inference_mode_keeps_nothing(models):
     _, compiled = models
-    x = inputs(8192)
+    x = draw_inputs(8192)
     expected = compiled(x)
     kept = x.shape[0] * K * 2 * H * x.element_size()  # H
     for mode, keeps in ((torch.inference_mode, False), (torch.no_grad, False), (torch.enable_grad, True)):
-        with mode(), by_kernels():
+        with mode(), check_kernels_run():
             for _ in range(3):
                 compiled(x)  # recorded, and its launches captured
             out = None
-            gc.collect()  # of other tests
+            gc.collect()  # memory of other tests
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()
             out = compiled(x)
@@ -154,15 +154,15 @@ def test_inference_mode_keeps_nothing(models):
             assert held >= kept if keeps else held == 0, (mode, held)
             assert torch.equal(out, expected)
             del out
-    assert_close(step(compiled, x)[:1], [expected])  # training goes on
+    assert_close(run_step(compiled, x)[:1], [expected])  # training still works
 
 
 def test_gradient_checkpointing_gives_the_same_step(models):
     _, compiled = models
-    x = inputs()
-    expected = step(compiled, x)
-    with by_kernels():
-        results = step(checkpointed(compiled), x)
+    x = draw_inputs()
+    expected = run_step(compiled, x)
+    with check_kernels_run():
+        results = run_step(checkpointed(compiled), x)
     assert all(map(torch.equal, results, expected))
 
 
@@ -187,8 +187,8 @@ def _shares(scores: Tensor) -> Tensor:
     return scores / scores.sum(-1, keepdim=True)
 
 
-# Each computes in other precisions on CUDA than on the CPU, where blocks are captured: with ties in bfloat16 tokens
-# would go elsewhere.
+# Routers that compute in other precisions on CUDA than on the CPU, which captures blocks: with ties in bfloat16 tokens
+# would select other experts.
 ROUTERS = {
     "softmax": lambda block, x: block.gate(x).softmax(-1),
     "sigmoid": lambda block, x: _shares(block.gate(x).sigmoid()),
@@ -211,13 +211,13 @@ def test_autocast_gives_the_original_results(router, dtype):
 
     torch.manual_seed(0)
     original = Routed(False).cuda()
-    compiled = moefx.compile(copy.deepcopy(original), example_inputs=(inputs(64).float().detach(),))
-    x = inputs().float().detach().requires_grad_()
+    compiled = moefx.compile(copy.deepcopy(original), example_inputs=(draw_inputs(64).float().detach(),))
+    x = draw_inputs().float().detach().requires_grad_()
     with torch.autocast("cuda", dtype):
         compiled(x)  # lifted again for autocast, which runs both programs on the CPU
-        with by_kernels():
-            results = step(compiled, x)
-        expected = step(original, x)
+        with check_kernels_run():
+            results = run_step(compiled, x)
+        expected = run_step(original, x)
     assert [t.dtype for t in results] == [t.dtype for t in expected]
     assert_close(results, expected)
 
@@ -229,21 +229,21 @@ def test_torch_compile_gives_the_original_step(models, mode):
     torch._dynamo.reset()
     fast = torch.compile(compiled, fullgraph=True, mode=mode)
     for seed in (1, 2, 3):
-        x = inputs(seed=seed)
+        x = draw_inputs(seed=seed)
         torch.compiler.cudagraph_mark_step_begin()
-        assert_close([t.clone() for t in step(fast, x)], step(original, x))
+        assert_close([t.clone() for t in run_step(fast, x)], run_step(original, x))
 
 
 def test_a_second_derivative_is_refused(models):
     _, compiled = models
-    x = inputs()
+    x = draw_inputs()
     (grad,) = torch.autograd.grad(compiled(x).float().square().sum(), x, create_graph=True)
     with pytest.raises(moefx.MoefxError, match="differentiable once"):
         grad.float().sum().backward()
 
 
 def test_more_elements_than_32_bits_count():
-    """T*K*2h beyond 2^31: the last tokens come out as they do by themselves."""
+    """Compare the last tokens with a separate call, for T*K*2h above 2^31."""
     d, h, tokens = 64, 1024, 2**19 + 96
     if torch.cuda.mem_get_info()[0] < 40 * 2**30:
         pytest.skip("needs 40 GiB of GPU memory")
@@ -253,7 +253,7 @@ def test_more_elements_than_32_bits_count():
     few = torch.randn(64, d, device="cuda").bfloat16()
     compiled = moefx.compile(original, example_inputs=(few,))
     x = torch.randn(tokens, d, device="cuda").bfloat16().requires_grad_()
-    with by_kernels():
+    with check_kernels_run():
         out = compiled(x)
         grad_x, *grads = torch.autograd.grad(out, [x, *compiled.parameters()], torch.ones_like(out))
     last = x.detach()[-4096:].requires_grad_()
@@ -272,7 +272,7 @@ def test_more_elements_than_32_bits_count():
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_random_numbers_of_the_device_are_left_alone(device):
-    """By what is looked at and checked, also when a block is lifted at a call."""
+    """Draw no random numbers for captures and checks, including those of a later call."""
     x, model = torch.randn(TOKENS, D, device=device), Stacked(separate=True).to(device)
     before = torch.cuda.get_rng_state()
     compiled = moefx.compile(model, example_inputs=(x,))

@@ -1,4 +1,4 @@
-"""Recomputations with another routing than the forward raise, as the original's do."""
+"""Recomputations with another routing than the forward raise, as in the original."""
 
 import functools
 
@@ -21,7 +21,7 @@ D, E, S = 8, 4, 40
 
 
 class Mixture(nn.Module):
-    """A loop over experts; subclasses choose."""
+    """Loop over experts; subclasses define the selection."""
 
     expert = staticmethod(lambda: nn.Sequential(nn.Linear(D, 12), nn.SiLU(), nn.Linear(12, D)))
 
@@ -82,7 +82,7 @@ class Sampled(Mixture):
         return torch.multinomial(scores, 2)
 
 
-def compiled(cls):
+def compile_model(cls):
     torch.manual_seed(0)
     x = torch.randn(S, D)
     model = moefx.compile(cls(), example_inputs=(x,))
@@ -90,7 +90,7 @@ def compiled(cls):
     return model, x
 
 
-def gradients(model, x, run):
+def differentiate(model, x, run):
     model.bias.zero_()
     x = x.clone().requires_grad_()
     torch.manual_seed(1)
@@ -113,17 +113,17 @@ CHANGED = {
 @pytest.mark.parametrize("case", CHANGED)
 def test_another_choice_raises(case):
     cls, options = CHANGED[case]
-    model, x = compiled(cls)
+    model, x = compile_model(cls)
     run = functools.partial(checkpoint, use_reentrant=False, **options)
     with pytest.raises(RecomputedChoice, match=r"\d+ of \d+ rows to other experts") as error:
-        gradients(model, x, run)
+        differentiate(model, x, run)
     assert isinstance(error.value, CheckpointError)
     assert model.forward.counts.original == 0
 
 
 @pytest.mark.parametrize("frozen", ["router", "experts", "x"])
 def test_another_choice_raises_with_frozen_parts(frozen):
-    model, x = compiled(MovedBias)
+    model, x = compile_model(MovedBias)
     if frozen != "x":
         getattr(model, frozen).requires_grad_(False)
     x.requires_grad_(frozen != "x")
@@ -142,9 +142,9 @@ def test_the_error_names_the_layer():
 
 @pytest.mark.parametrize("cls", [Unmoved, Noise, Sampled], ids=lambda cls: cls.__name__)
 def test_the_same_choice_has_the_same_gradients(cls):
-    model, x = compiled(cls)
-    wanted = gradients(model, x, lambda m, x: m(x))
-    got = gradients(model, x, functools.partial(checkpoint, use_reentrant=False))
+    model, x = compile_model(cls)
+    wanted = differentiate(model, x, lambda m, x: m(x))
+    got = differentiate(model, x, functools.partial(checkpoint, use_reentrant=False))
     torch.testing.assert_close(got, wanted)
 
 
@@ -157,43 +157,43 @@ def keep_topk(context, op, *args, **kwargs):
     ("cls", "policy"), [(MovedBias, keep_topk), (MovedBias, moefx.save_routing), (Top1, moefx.save_routing)]
 )
 def test_a_policy_keeps_the_first_choice(cls, policy):
-    model, x = compiled(cls)
-    wanted = gradients(model, x, lambda m, x: m(x))
+    model, x = compile_model(cls)
+    wanted = differentiate(model, x, lambda m, x: m(x))
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-    got = gradients(model, x, functools.partial(checkpoint, use_reentrant=False, context_fn=contexts))
+    got = differentiate(model, x, functools.partial(checkpoint, use_reentrant=False, context_fn=contexts))
     torch.testing.assert_close(got, wanted)
 
 
 def test_reentrant_is_as_the_original():
-    """torch compares nothing there: both have the gradients of the recomputation."""
-    model, x = compiled(MovedBias)
-    got = gradients(model, x, functools.partial(checkpoint, use_reentrant=True))
+    """Compare no selections, as torch does: both models use the gradients of the recomputation."""
+    model, x = compile_model(MovedBias)
+    got = differentiate(model, x, functools.partial(checkpoint, use_reentrant=True))
     with model.forward.running("original"):
-        wanted = gradients(model, x, functools.partial(checkpoint, use_reentrant=True))
+        wanted = differentiate(model, x, functools.partial(checkpoint, use_reentrant=True))
     torch.testing.assert_close(got, wanted)
 
 
 @pytest.mark.parametrize("case", ["bias", "noise"])
 def test_a_compiled_function_that_is_recomputed(case):
     cls, options = CHANGED[case]
-    model, x = compiled(cls)
+    model, x = compile_model(cls)
     function = torch.compile(model, backend="aot_eager")
     with pytest.raises(RecomputedChoice, match=r"\d+ of \d+ rows to other experts"):
-        gradients(model, x, lambda model, x: checkpoint(function, x, use_reentrant=False, **options))
+        differentiate(model, x, lambda model, x: checkpoint(function, x, use_reentrant=False, **options))
 
 
 @pytest.mark.parametrize("cls", [Unmoved, Noise], ids=lambda cls: cls.__name__)
 def test_a_compiled_function_that_is_recomputed_as_it_was(cls):
-    model, x = compiled(cls)
+    model, x = compile_model(cls)
     function = torch.compile(model, backend="aot_eager")
-    wanted = gradients(model, x, lambda model, x: function(x))
-    got = gradients(model, x, lambda model, x: checkpoint(function, x, use_reentrant=False))
+    wanted = differentiate(model, x, lambda model, x: function(x))
+    got = differentiate(model, x, lambda model, x: checkpoint(function, x, use_reentrant=False))
     torch.testing.assert_close(got, wanted)
 
 
 @pytest.mark.parametrize("routes_otherwise", [True, False], ids=["other tokens, the same counts", "other slots"])
 def test_another_assignment_of_tokens_raises(routes_otherwise):
-    """An expert's rows are those of its tokens, in whichever slot they chose it."""
+    """Compare the rows of experts regardless of their slots."""
     ids = torch.tensor([[0, 1], [1, 2], [2, 0]])
     choices = iter([ids, ids.roll(1, 0) if routes_otherwise else ids.flip(1)])
     x = torch.randn(3, D, requires_grad=True)
@@ -212,7 +212,7 @@ def test_another_assignment_of_tokens_raises(routes_otherwise):
 
 
 def test_a_second_backward_and_tensors_that_were_moved_to_the_host():
-    model, x = compiled(Unmoved)
+    model, x = compile_model(Unmoved)
     x.requires_grad_()
     with torch.autograd.graph.save_on_cpu():
         out = model(x).pow(2).sum()
@@ -228,16 +228,16 @@ def test_a_second_backward_and_tensors_that_were_moved_to_the_host():
 
 def test_without_hooks_nothing_is_compared(monkeypatch):
     monkeypatch.setattr(recomputed_choice, "_differs", None)
-    model, x = compiled(MovedBias)
-    gradients(model, x, lambda m, x: m(x))
+    model, x = compile_model(MovedBias)
+    differentiate(model, x, lambda m, x: m(x))
 
 
 def test_a_device_is_looked_at_when_the_backward_is_enqueued(monkeypatch):
-    """A stand-in for a GPU: the comparison is read after the gradients were made."""
+    """Simulate a GPU: the host reads the comparison after the gradients exist."""
     later = []
     monkeypatch.setattr(recomputed_choice, "_is_on_host", lambda t: False)
     monkeypatch.setattr(recomputed_choice, "_is_capturing", lambda: False)
-    model, x = compiled(MovedBias)
+    model, x = compile_model(MovedBias)
     x.requires_grad_()
     x.register_hook(later.append)
     with pytest.raises(RecomputedChoice, match="rows to other experts"):

@@ -1,4 +1,4 @@
-"""A compiled model gives the original's outputs and gradients for every routing."""
+"""Compiled models return the original's outputs and gradients for every routing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ D, H, E = 5, 4, 4
 
 
 class Forced(nn.Module):
-    """A router that is an ordinary one, but its scores can be dictated to it: they arrive with the tokens."""
+    """Ordinary router whose scores tests can dictate: they are part of the tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Loop(nn.Module):
 
 
 class Capacity(Loop):
-    """Each expert takes at most a quarter more than its share; later tokens are dropped."""
+    """Limit each expert to 1.25 times its share, and drop later tokens."""
 
     def forward(self, x):
         weights, chosen = self.router(x).softmax(-1).topk(self.k)
@@ -98,7 +98,7 @@ MODELS = {
 
 
 @functools.cache
-def pair(kind: str) -> tuple[nn.Module, nn.Module]:
+def build_pair(kind: str) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     model = nn.Sequential(MODELS[kind]()).double()
     return model, moefx.compile(model, example_inputs=(torch.randn(12, D, dtype=torch.float64),))
@@ -109,7 +109,7 @@ LEVELS = st.sampled_from([-1.0, 0.0, 0.0, 0.5, 2.0])
 ROUTINGS = st.lists(st.lists(LEVELS, min_size=E, max_size=E), min_size=0, max_size=24)
 
 
-def with_gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+def run_and_differentiate(model: nn.Module, x: Tensor) -> list[Tensor]:
     x = x.clone().requires_grad_()
     out = model(x)
     sources = [x, *model.parameters()]
@@ -126,24 +126,24 @@ def with_gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
 @example(scores=[[2.0, 0.0, -1.0, -1.0]] * 20)  # all to the same experts, the others empty; overflow
 @example(scores=[[-1.0, -1.0, 0.5, 2.0]])  # one token
 def test_any_routing_gives_outputs_and_gradients_of_the_original(kind, scores):
-    model, compiled = pair(kind)
+    model, compiled = build_pair(kind)
     x = torch.zeros(len(scores), D, dtype=torch.float64)
     if scores:
         x[:, :E] = torch.tensor(scores, dtype=torch.float64)
     x[:, E] = torch.linspace(-1, 1, len(scores), dtype=torch.float64)
     (block,) = moefx.blocks(compiled)
     fallbacks, calls = block.fallbacks, block.forward.counts.rewritten
-    found = with_gradients(compiled, x)
-    # how a capacity follows from the size is known from the sizes of capture on; below, the original may run
+    found = run_and_differentiate(compiled, x)
+    # captures determine how the capacity depends on the size; for smaller sizes the original may run
     if kind != "capacity" or len(scores) >= 4:
         assert (block.fallbacks, block.forward.counts.rewritten) == (fallbacks, calls + 1)
-    for a, b in zip(found, with_gradients(model, x), strict=True):
+    for a, b in zip(found, run_and_differentiate(model, x), strict=True):
         torch.testing.assert_close(a, b, **CLOSE)
 
 
 def test_the_capacity_drops():
-    """The property above is about drops only if tokens are dropped."""
-    model, compiled = pair("capacity")
+    """Check that the property above includes dropped tokens."""
+    model, compiled = build_pair("capacity")
     x = torch.zeros(20, D, dtype=torch.float64)
     x[:, :E] = torch.tensor([2.0, 0.5, -1.0, -1.0], dtype=torch.float64)
     out = compiled(x)

@@ -21,60 +21,58 @@ from .models import (
     Model,
     assert_rewritten,
     assert_same,
-    ids,
-    loss,
+    build_pair,
+    compute_loss,
+    draw_ids,
     needs_transformers,
-    pair,
-    step,
+    run_step,
 )
 
 
-def distance(found: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
-    """Mean distance of each value, relative to the largest entry."""
+def compute_distances(found: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
+    """Return the mean distance of each value, relative to the largest entry."""
     return {
         name: float((found[name].double() - value).abs().mean() / value.abs().max().clamp_min(1e-3))
         for name, value in truth.items()
     }
 
 
-def as_close_to_the_truth(
-    original: nn.Module, compiled: nn.Module, run: Callable[[nn.Module], dict[str, Tensor]]
-) -> None:
-    """The compiled model is no further from the original in float64 than the original in its own precision."""
-    truth = step(copy.deepcopy(original).double(), ids())
-    theirs, ours = distance(run(original), truth), distance(run(compiled), truth)
-    for name, allowed in theirs.items():
-        assert ours[name] <= 3 * allowed + 1e-4, f"{name}: {ours[name]:.2g}, the original {allowed:.2g}"
+def check_distances(original: nn.Module, compiled: nn.Module, run: Callable[[nn.Module], dict[str, Tensor]]) -> None:
+    """Check that the compiled model's distance to float64 is at most three times the original's."""
+    truth = run_step(copy.deepcopy(original).double(), draw_ids())
+    original_distances, distances = compute_distances(run(original), truth), compute_distances(run(compiled), truth)
+    for name, allowed in original_distances.items():
+        assert distances[name] <= 3 * allowed + 1e-4, f"{name}: {distances[name]:.2g}, the original {allowed:.2g}"
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ALL)
 def test_a_step_under_autocast_equals_the_original(kind):
-    original, compiled = pair(kind, torch.float32)
+    original, compiled = build_pair(kind, torch.float32)
 
     def run(model):
         model.zero_grad(set_to_none=True)
         with torch.autocast("cpu", torch.bfloat16):
-            value = loss(model, ids())
+            value = compute_loss(model, draw_ids())
         value.backward()
         grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
         assert all(g.dtype is torch.float32 for g in grads.values())
         return {"loss": value.detach(), **grads}
 
-    as_close_to_the_truth(original, compiled, run)
+    check_distances(original, compiled, run)
     assert_rewritten(compiled)
 
 
 @pytest.mark.parametrize("kind", PLAIN)
 def test_grad_scaler(kind):
-    """A scale within the range of float16, unscaled gradients; a step with an overflow is skipped."""
-    original, compiled = pair(kind, torch.float32)
+    """Scale losses within float16, unscale gradients, and skip a step with an overflow."""
+    original, compiled = build_pair(kind, torch.float32)
 
     def run(model):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         with torch.autocast("cpu", torch.float16):
-            value = loss(model, ids())
+            value = compute_loss(model, draw_ids())
         scaler.scale(value).backward()
         scaler.unscale_(optimizer)
         result = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
@@ -83,7 +81,7 @@ def test_grad_scaler(kind):
         assert scaler.get_scale() == 2.0**10
         return {"loss": value.detach(), **result}
 
-    as_close_to_the_truth(original, compiled, run)
+    check_distances(original, compiled, run)
     before = [p.detach().clone() for p in compiled.parameters()]
     scaler, optimizer = (
         torch.amp.GradScaler("cpu", init_scale=2.0**100),
@@ -91,7 +89,7 @@ def test_grad_scaler(kind):
     )
     optimizer.zero_grad()
     with torch.autocast("cpu", torch.float16):
-        value = loss(compiled, ids())
+        value = compute_loss(compiled, draw_ids())
     scaler.scale(value).backward()
     scaler.step(optimizer)
     scaler.update()
@@ -104,7 +102,7 @@ def test_grad_scaler(kind):
 
 
 class Checkpointed(nn.Module):
-    """Each MoE layer of a `Model` under `torch.utils.checkpoint`."""
+    """Run each MoE layer of a `Model` under `torch.utils.checkpoint`."""
 
     def __init__(self, model: Model, **options) -> None:
         super().__init__()
@@ -124,9 +122,9 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("keep", ["h", "x", "all"])
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "hooks"])
 def test_recomputed_blocks_run_rewritten(kind, keep, use_reentrant):
-    original, compiled = pair(kind, plan=moefx.Plan(checkpoint=keep))
+    original, compiled = build_pair(kind, plan=moefx.Plan(checkpoint=keep))
     wrapped = [Checkpointed(m, use_reentrant=use_reentrant) for m in (original, compiled)]
-    assert_same(step(wrapped[1], ids()), step(wrapped[0], ids()))
+    assert_same(run_step(wrapped[1], draw_ids()), run_step(wrapped[0], draw_ids()))
     assert_rewritten(compiled)
     calls = [block.forward.counts.rewritten for block in moefx.blocks(compiled)]
     assert calls == [2, 2]  # forward and recomputation
@@ -134,12 +132,14 @@ def test_recomputed_blocks_run_rewritten(kind, keep, use_reentrant):
 
 @pytest.mark.parametrize("kind", PLAIN)
 def test_checkpointing_under_autocast(kind):
-    """The recomputation runs in backward, outside of the region: it must pick the autocast program again."""
-    _, compiled = pair(kind, torch.float32)
+    """Use the autocast program in the recomputation, which runs in the backward outside the region."""
+    _, compiled = build_pair(kind, torch.float32)
     wrapped = Checkpointed(compiled, use_reentrant=False)
     with torch.autocast("cpu", torch.bfloat16):
-        expected = torch.autograd.grad(loss(compiled, ids()), list(compiled.parameters()), allow_unused=True)
-        value = loss(wrapped, ids())
+        expected = torch.autograd.grad(
+            compute_loss(compiled, draw_ids()), list(compiled.parameters()), allow_unused=True
+        )
+        value = compute_loss(wrapped, draw_ids())
     found = torch.autograd.grad(value, list(compiled.parameters()), allow_unused=True)
     for a, b in zip(found, expected, strict=True):
         assert (a is None) == (b is None)
@@ -149,8 +149,8 @@ def test_checkpointing_under_autocast(kind):
 
 
 def test_selective_checkpointing_sees_the_experts():
-    """The expert op is one node of the policy: kept, it is not run again."""
-    _, compiled = pair("loop")
+    """Save the expert op, one node of the policy, instead of running it again."""
+    _, compiled = build_pair("loop")
     seen = []
 
     def policy(context, op, *args, **kwargs):
@@ -162,7 +162,9 @@ def test_selective_checkpointing_sees_the_experts():
     wrapped = Checkpointed(
         compiled, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy)
     )
-    assert_same({k.removeprefix("model."): v for k, v in step(wrapped, ids()).items()}, step(compiled, ids()))
+    assert_same(
+        {k.removeprefix("model."): v for k, v in run_step(wrapped, draw_ids()).items()}, run_step(compiled, draw_ids())
+    )
     assert seen.count(False) == 2
 
 
@@ -170,19 +172,19 @@ def test_selective_checkpointing_sees_the_experts():
 @pytest.mark.hf
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "hooks"])
 def test_gradient_checkpointing_of_transformers(use_reentrant):
-    original, compiled = pair("qwen3")
-    expected = step(original, ids())
+    original, compiled = build_pair("qwen3")
+    expected = run_step(original, draw_ids())
     for model in (original, compiled):
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         model.enable_input_require_grads()
         model.train()
-    assert_same(step(original, ids()), expected, **NEAR)
-    assert_same(step(compiled, ids()), expected, **NEAR)
+    assert_same(run_step(original, draw_ids()), expected, **NEAR)
+    assert_same(run_step(compiled, draw_ids()), expected, **NEAR)
     assert_rewritten(compiled)
     assert all(block.forward.counts.rewritten == 2 for block in moefx.blocks(compiled))
 
 
-# -- loops that others wrote -----------------------------------------------------------------------
+# -- training loops of other libraries -------------------------------------------------------------
 
 
 class Tokens(torch.utils.data.Dataset):
@@ -190,7 +192,7 @@ class Tokens(torch.utils.data.Dataset):
         return 16
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
-        row = ids(1, 8, seed=number)[0]
+        row = draw_ids(1, 8, seed=number)[0]
         return {"input_ids": row, "labels": row}
 
 
@@ -201,7 +203,7 @@ def test_the_trainer_of_transformers(tmp_path, checkpointing):
     pytest.importorskip("accelerate")
     from transformers import Trainer, TrainingArguments
 
-    original, compiled = pair("qwen3")
+    original, compiled = build_pair("qwen3")
     results = []
     for name, model in (("original", original), ("compiled", compiled)):
         arguments = TrainingArguments(
@@ -228,15 +230,15 @@ def test_the_trainer_of_transformers(tmp_path, checkpointing):
     assert_rewritten(compiled)
     saved = tmp_path / "compiled" / "checkpoint-2"
     again = type(original).from_pretrained(saved, dtype=torch.float64, experts_implementation="eager")
-    assert_same(step(again, ids()), step(compiled, ids()), **NEAR)
+    assert_same(run_step(again, draw_ids()), run_step(compiled, draw_ids()), **NEAR)
 
 
 @pytest.mark.parametrize("kind", PLAIN)
 def test_gradient_accumulation_and_clipping(kind):
-    original, compiled = pair(kind)
+    original, compiled = build_pair(kind)
     for model in (original, compiled):
         for seed in range(3):
-            loss(model, ids(seed=seed)).backward()
+            compute_loss(model, draw_ids(seed=seed)).backward()
     norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (original, compiled)]
     torch.testing.assert_close(norms[1], norms[0], **CLOSE)
     for a, b in zip(compiled.parameters(), original.parameters(), strict=True):
@@ -244,9 +246,9 @@ def test_gradient_accumulation_and_clipping(kind):
 
 
 def test_anomaly_mode_and_retained_graphs():
-    _, compiled = pair("loop")
+    _, compiled = build_pair("loop")
     with torch.autograd.set_detect_anomaly(True):
-        value = loss(compiled, ids())
+        value = compute_loss(compiled, draw_ids())
         value.backward(retain_graph=True)
         first = [p.grad.clone() for p in compiled.parameters()]
         value.backward()
@@ -255,17 +257,19 @@ def test_anomaly_mode_and_retained_graphs():
 
 
 def test_evaluation_between_steps():
-    """Training, inference mode and back: three specializations, none of them the original code."""
-    original, compiled = pair("stacked")
+    """Train, run in inference mode, and train again with three programs, and never the original code."""
+    original, compiled = build_pair("stacked")
     for _ in range(2):
-        assert_same(step(compiled.train(), ids()), step(original, ids()))
+        assert_same(run_step(compiled.train(), draw_ids()), run_step(original, draw_ids()))
         with torch.inference_mode():
-            torch.testing.assert_close(loss(compiled.eval(), ids()), loss(original, ids()), **CLOSE)
+            torch.testing.assert_close(
+                compute_loss(compiled.eval(), draw_ids()), compute_loss(original, draw_ids()), **CLOSE
+            )
     assert_rewritten(compiled)
 
 
 def test_a_block_alone_and_hidden_states_that_need_no_gradient():
-    original, compiled = pair("loop")
+    original, compiled = build_pair("loop")
     x = torch.randn(3, 5, D, dtype=torch.float64)
     torch.testing.assert_close(compiled.moes[0](x), original.moes[0](x), **CLOSE)
     compiled.moes[0](x).sum().backward()

@@ -1,4 +1,4 @@
-"""One of the two processes of `test_distributed`, which `torchrun` starts: `worker.py KIND CASE...`."""
+"""Process of `test_distributed`, started by `torchrun`: `worker.py KIND CASE...`."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import moefx
 
 from ..proof_memory import checking_once, proving_once
-from .models import NEAR, Model, assert_rewritten, build, ids, loss
+from .models import NEAR, Model, assert_rewritten, build, compute_loss, draw_ids
 
 WORLD = 2
 
 
-def batches(number: int) -> list[Tensor]:
-    """One batch per rank."""
-    return [ids(2, 6, seed=10 * number + rank) for rank in range(WORLD)]
+def draw_batches(number: int) -> list[Tensor]:
+    """Return one batch per rank."""
+    return [draw_ids(2, 6, seed=10 * number + rank) for rank in range(WORLD)]
 
 
 def train_alone(steps: int) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """The original on one process: losses of each rank's batch, and the weights afterwards."""
+    """Train the original in one process. Return the losses of each rank's batch and the final weights."""
     model = build(KIND)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
     for number in range(steps):
         optimizer.zero_grad()
-        values = [loss(model, tokens) for tokens in batches(number)]
+        values = [compute_loss(model, tokens) for tokens in draw_batches(number)]
         (sum(values) / WORLD).backward()
         optimizer.step()
         losses.append(values[RANK].detach())
@@ -47,7 +47,7 @@ def train(model: nn.Module, steps: int) -> list[Tensor]:
     losses = []
     for number in range(steps):
         optimizer.zero_grad()
-        value = loss(model, batches(number)[RANK])
+        value = compute_loss(model, draw_batches(number)[RANK])
         value.backward()
         optimizer.step()
         losses.append(value.detach())
@@ -62,40 +62,40 @@ def compare(losses: list[Tensor], state: dict[str, Tensor], steps: int) -> None:
         torch.testing.assert_close(state[name], value, msg=lambda text, n=name: f"{n}: {text}", **NEAR)
 
 
-def layers(model: nn.Module) -> nn.ModuleList:
+def list_layers(model: nn.Module) -> nn.ModuleList:
     return model.moes if isinstance(model, Model) else model.model.layers
 
 
 def shard(model: nn.Module, each: bool = True) -> nn.Module:
     mesh = init_device_mesh("cpu", (WORLD,))
     if each:
-        for layer in layers(model):
+        for layer in list_layers(model):
             _sum_on_gloo(fully_shard(layer, mesh=mesh))
     return _sum_on_gloo(fully_shard(model, mesh=mesh))
 
 
 def _sum_on_gloo(module: FSDPModule) -> FSDPModule:
-    # gloo has no average
+    # gloo cannot average
     module.set_force_sum_reduction_for_comms(True)
     module.set_gradient_divide_factor(WORLD)
     return module
 
 
-def full(model: nn.Module) -> dict[str, Tensor]:
+def gather_state(model: nn.Module) -> dict[str, Tensor]:
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 
 def ddp() -> None:
     compiled = moefx.compile(build(KIND))
-    # an expert without a token on one rank has a gradient of zeros, not none: nothing is left out
+    # an expert without tokens on one rank has a zero gradient instead of none
     parallel = nn.parallel.DistributedDataParallel(compiled)
     compare(train(parallel, 3), compiled.state_dict(), 3)
     assert_rewritten(compiled)
 
 
 def ddp_before() -> None:
-    """A model that is wrapped already: its copy has buckets of its own."""
-    compiled = moefx.compile(nn.parallel.DistributedDataParallel(build(KIND)), example_inputs=(ids(),))
+    """Compile a wrapped model: its copy has its own buckets."""
+    compiled = moefx.compile(nn.parallel.DistributedDataParallel(build(KIND)), example_inputs=(draw_ids(),))
     compare(train(compiled, 3), compiled.module.state_dict(), 3)
     check_rewritten(compiled)
 
@@ -103,19 +103,19 @@ def ddp_before() -> None:
 def fsdp_after() -> None:
     compiled = shard(moefx.compile(build(KIND)))
     losses = train(compiled, 3)
-    compare(losses, full(compiled), 3)
+    compare(losses, gather_state(compiled), 3)
     check_rewritten(compiled)
 
 
 def fsdp_root_only() -> None:
     compiled = shard(moefx.compile(build(KIND)), each=False)
     losses = train(compiled, 2)
-    compare(losses, full(compiled), 2)
+    compare(losses, gather_state(compiled), 2)
     check_rewritten(compiled)
 
 
 def fsdp_before() -> None:
-    """FSDP modules cannot be copied, and `compile` returns a copy: the error says what to do instead."""
+    """Refuse FSDP modules, which cannot be copied, with an error that names the order of calls."""
     sharded = shard(build(KIND))
     for call in (moefx.compile, moefx.explain):
         try:
@@ -124,11 +124,11 @@ def fsdp_before() -> None:
             assert "call moefx.compile first, then fully_shard" in str(error)
         else:
             raise AssertionError("no error")
-    compare(train(sharded, 1), full(sharded), 1)  # as usable as before
+    compare(train(sharded, 1), gather_state(sharded), 1)  # as usable as before
 
 
 def dtensor_experts() -> None:
-    """Experts that are sharded already, by hand or for tensor parallelism, stay as they are."""
+    """Leave experts that are DTensors unchanged, whether sharded by hand or for tensor parallelism."""
     model, mesh = build(KIND), init_device_mesh("cpu", (WORLD,))
     experts = model.moes[0].experts
     experts.down = nn.Parameter(distribute_tensor(experts.down.detach(), mesh, [Shard(0)]))
@@ -139,24 +139,24 @@ def dtensor_experts() -> None:
 
 
 def fsdp_meta() -> None:
-    """The way large models start: meta device, compile, shard, materialise, load."""
+    """Start as large models do: meta device, compile, shard, materialize, load."""
     source = build(KIND)
-    compiled = shard(moefx.compile(copy.deepcopy(source).to("meta"), example_inputs={"input_ids": ids()}))
+    compiled = shard(moefx.compile(copy.deepcopy(source).to("meta"), example_inputs={"input_ids": draw_ids()}))
     compiled.to_empty(device="cpu")
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=False)
     set_model_state_dict(compiled, source.state_dict(), options=options)
     losses = train(compiled, 2)
-    compare(losses, full(compiled), 2)
+    compare(losses, gather_state(compiled), 2)
     check_rewritten(compiled)
 
 
 def fsdp_experts() -> None:
-    """Experts sharded one by one after compile would never be gathered: a named error."""
+    """Raise if experts are sharded one by one after compile: they would never be gathered."""
     compiled = moefx.compile(build(KIND))
     for expert in compiled.moes[0].experts:
         fully_shard(expert, mesh=init_device_mesh("cpu", (WORLD,)))
     try:
-        loss(compiled, ids())
+        compute_loss(compiled, draw_ids())
     except moefx.errors.AbsorbedModuleChanged as error:
         assert "moes.0.experts.0 became a FSDPExpert" in str(error)
     else:
@@ -164,7 +164,7 @@ def fsdp_experts() -> None:
 
 
 def checkpoint() -> None:
-    """A sharded compiled model's checkpoint loads into the original on one process, and back."""
+    """Load a sharded compiled model's checkpoint into the original in one process, and back."""
     path = os.environ["CHECKPOINT"]
     compiled = shard(moefx.compile(build(KIND)))
     losses = train(compiled, 2)
@@ -176,7 +176,7 @@ def checkpoint() -> None:
     fresh = shard(moefx.compile(build(KIND)))
     state = {"model": get_model_state_dict(fresh)}
     dcp.load(state, checkpoint_id=path)
-    torch.testing.assert_close(loss(fresh, ids()), loss(original, ids()), **NEAR)
+    torch.testing.assert_close(compute_loss(fresh, draw_ids()), compute_loss(original, draw_ids()), **NEAR)
 
 
 def check_rewritten(model: nn.Module) -> None:
