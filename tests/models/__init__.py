@@ -1,4 +1,4 @@
-"""The models of the test corpus. `build(name)` gives a `Case`; names are unique over all suites."""
+"""Models of the test corpus. `build(name)` returns a `Case`; names are unique over all suites."""
 
 from __future__ import annotations
 

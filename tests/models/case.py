@@ -1,7 +1,7 @@
-"""One API for every model of the test corpus: `Case`, its registry, and the host module of most blocks.
+"""Interface of all models of the test corpus: `Case`, its registry, and the host module of most blocks.
 
-Verdicts: "match" must be rewritten and equal; "refuse" must be refused with a reason and keep working;
-"either" is rewritten exactly or refused, never approximated.
+Verdicts: "match" must be rewritten and equal; "refuse" must be refused with a reason and keep working; "either" is
+rewritten exactly or refused, never approximated.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Inputs = tuple[Any, ...] | dict[str, Any]
 D, H, E, K = 32, 24, 8, 2  # model dim, expert hidden dim, experts, top-k of the small blocks
 
 
-def tensors(output: Any) -> list[torch.Tensor]:
-    """Every tensor of a nested output, in order."""
+def list_tensors(output: Any) -> list[torch.Tensor]:
+    """List all tensors of a nested output, in order."""
     if isinstance(output, torch.Tensor):
         return [output]
     if dataclasses.is_dataclass(output) and not isinstance(output, (dict, type)):
@@ -29,20 +29,20 @@ def tensors(output: Any) -> list[torch.Tensor]:
     if isinstance(output, dict):
         output = list(output.values())
     if isinstance(output, (list, tuple)):
-        return [t for value in output for t in tensors(value)]
+        return [t for value in output for t in list_tensors(value)]
     return []
 
 
 def weighted_mean(y: torch.Tensor) -> torch.Tensor:
-    """A scalar that no permutation of tokens or features leaves unchanged."""
+    """Return a scalar that changes under permutations of tokens or features."""
     weight = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view_as(y)
     return (y * weight).mean() + 0.1 * (y * y).mean()
 
 
-def gradients(module: nn.Module, call: Callable, x: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
-    """The outputs of a call of the module, and the gradients of its first input and parameters."""
+def run_and_differentiate(module: nn.Module, call: Callable, x: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
+    """Return the outputs of a call of the module, and the gradients of its first input and parameters."""
     x = x.clone().requires_grad_()
-    out = [t for t in tensors(call(x, *rest)) if t.requires_grad]
+    out = [t for t in list_tensors(call(x, *rest)) if t.requires_grad]
     loss = sum(weighted_mean(t) for t in out)
     leaves = [x, *module.parameters()]
     grads = torch.autograd.grad(loss, leaves, allow_unused=True)
@@ -51,7 +51,7 @@ def gradients(module: nn.Module, call: Callable, x: torch.Tensor, *rest: Any) ->
 
 @dataclasses.dataclass
 class Case:
-    """A model in train() mode with its example inputs. Two builds share nothing."""
+    """Model in training mode with its example inputs. Two builds share nothing."""
 
     name: str
     verdict: Verdict
@@ -61,34 +61,34 @@ class Case:
     dtype: torch.dtype
     block_names: list[str]
     rng: bool = False  # the forward draws random numbers
-    no_candidate: bool = False  # nothing looks like a mixture: explain() need not list it
+    no_candidate: bool = False  # nothing looks like a mixture: explain() may omit it
     inputs: Inputs = ()
 
     def call(self, model: nn.Module, inputs: Inputs) -> Any:
         return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
 
     def fresh(self, batch: int, seq: int, seed: int = 0) -> Inputs:
-        """Other inputs: `batch` sequences of `seq` tokens."""
+        """Return new inputs: `batch` sequences of `seq` tokens."""
         raise NotImplementedError
 
     def main(self, output: Any) -> torch.Tensor:
-        return tensors(output)[0]
+        return list_tensors(output)[0]
 
     def loss_of(self, output: Any) -> torch.Tensor:
         main, aux = (
             self.main(output),
-            [t for t in tensors(output) if t.is_floating_point() and t.requires_grad],
+            [t for t in list_tensors(output) if t.is_floating_point() and t.requires_grad],
         )
         rest = sum(((t * t).mean().to(main.dtype) for t in aux if t is not main), main.new_zeros(()))
         return weighted_mean(main) + 0.01 * rest
 
     def skew_(self, model: nn.Module) -> int:
-        """Starve about half of the experts by changing the routers in place; how many tensors changed."""
+        """Starve about half of the experts by changing the routers in place. Return the number of changed tensors."""
         raise NotImplementedError
 
 
 class Host(nn.Module):
-    """`post(h + moe(h))` with `h = pre(x)`: the block's input needs a gradient, may be changed in place."""
+    """Compute `post(h + moe(h))` with `h = pre(x)`: the block's input needs a gradient and may be changed in place."""
 
     def __init__(self, block: nn.Module, layout: str = "bsd", dim: int = D):
         super().__init__()
@@ -101,7 +101,7 @@ class Host(nn.Module):
             h = h.reshape(-1, h.shape[-1])
         elif self.layout == "sbd":
             h = h.transpose(0, 1)
-        y, *aux = tensors(self.moe(h, *extra))
+        y, *aux = list_tensors(self.moe(h, *extra))
         return (self.post(h + y.reshape(h.shape)), *aux)
 
 
@@ -110,7 +110,7 @@ NOT_A_ROUTER = re.compile(r"proj|expert|shared|norm|noise|mlp|ffn|w_gate")
 
 
 def skew_router_(name: str, t: torch.Tensor, num_experts: int, live: int) -> bool:
-    """Router rows in opposite pairs for the live experts, zeros for the others (chosen logits are > 0)."""
+    """Set opposite pairs of router rows for live experts, zeros for the others (selected logits are > 0)."""
     if not t.is_floating_point() or num_experts not in t.shape:
         return False
     if t.ndim == 2 and ROUTER.search(name) and not NOT_A_ROUTER.search(name):
@@ -124,7 +124,7 @@ def skew_router_(name: str, t: torch.Tensor, num_experts: int, live: int) -> boo
 
 
 def init_(model: nn.Module, seed: int) -> None:
-    """Seeded weights of ordinary size; biases and norms not trivial, so that a lost one shows."""
+    """Initialize seeded weights of usual size, and nontrivial biases and norms, so that tests notice missing ones."""
     generator = torch.Generator().manual_seed(seed)
 
     def noise(t: torch.Tensor) -> torch.Tensor:
@@ -148,7 +148,7 @@ ExtraInputs = Callable[[int, int, torch.Generator, torch.dtype], tuple]
 
 @dataclasses.dataclass(frozen=True)
 class BlockSpec:
-    """How to build the case of one block: `make()` gives the block, the rest says how it is used."""
+    """Specification of the case of one block: `make()` builds the block, the other fields describe its use."""
 
     name: str
     idiom: str
@@ -158,10 +158,10 @@ class BlockSpec:
     rng: bool = False
     no_candidate: bool = False
     bare: bool = False  # the model is the block itself, under the name ""
-    blocks: tuple[str, ...] = ()  # relative to the block, when it holds several
-    layout: str = "bsd"  # how the block wants its input: "bsd", "sbd" (sequence first) or "flat" (tokens, dim)
+    blocks: tuple[str, ...] = ()  # relative to the block, if it contains several
+    layout: str = "bsd"  # layout of the block's input: "bsd", "sbd" (sequence first) or "flat" (tokens, dim)
     extra: ExtraInputs | None = None  # further positional inputs of the block
-    inputs: ExtraInputs | None = None  # all inputs of a bare model, when it does not take [batch, seq, D]
+    inputs: ExtraInputs | None = None  # all inputs of a bare model that does not take [batch, seq, D]
     dim: int = D
     num_experts: int = E
     live: int = 4
@@ -207,7 +207,7 @@ class BlockCase(Case):
 
 
 class Suite:
-    """A named collection of cases; `suite.case(...)` decorates a module class or a function."""
+    """Named collection of cases; `suite.case(...)` decorates a module class or a function."""
 
     def __init__(self, name: str):
         self.name = name

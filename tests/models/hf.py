@@ -1,4 +1,4 @@
-"""Tiny runnable MoE architectures of `transformers` (5.x, and 4.57 where it has them)."""
+"""Tiny runnable MoE architectures of `transformers` (5.x, and 4.57 if it has them)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import torch.nn as nn
 
-from .case import Case, Inputs, Verdict, tensors
+from .case import Case, Inputs, Verdict, list_tensors
 from .hf_table import BASE, CASES
 
 INSTALLED = importlib.util.find_spec("transformers") is not None
@@ -57,7 +57,7 @@ def _accepted_fields(config_class: type) -> set[str]:
 
 
 def make_config(name: str) -> Any:
-    """The tiny configuration of a case: `BASE` as far as the class knows the fields, then the case's own."""
+    """Return the tiny configuration of a case: fields of `BASE` that the class knows, then the case's own."""
     spec = CASES[name]
     config_class = getattr(importlib.import_module(_module_of(spec, "configuration")), spec["cfg"])
     accepted = _accepted_fields(config_class)
@@ -78,12 +78,12 @@ def _use_eager(config: Any) -> None:
     for attribute in ("_attn_implementation", "_experts_implementation"):
         try:
             setattr(config, attribute, "eager")
-        except Exception:  # a config without such a switch has nothing to switch off
+        except Exception:  # a config without this attribute needs no change
             continue
 
 
 def _init(model: nn.Module, seed: int) -> None:
-    """Every parameter finite, routers spread, correction biases not zero."""
+    """Set finite parameters, spread routers, and nonzero correction biases."""
     generator = torch.Generator().manual_seed(seed)
 
     def noise(t: torch.Tensor) -> torch.Tensor:
@@ -120,7 +120,7 @@ class HfCase(Case):
             return output.feature_maps[-1]
         if hasattr(output, "logits"):
             return output.logits
-        return output.last_hidden_state if hasattr(output, "last_hidden_state") else tensors(output)[0]
+        return output.last_hidden_state if hasattr(output, "last_hidden_state") else list_tensors(output)[0]
 
     def loss_of(self, output: Any) -> torch.Tensor:
         y = self.main(output)
@@ -145,7 +145,7 @@ class HfCase(Case):
         return inputs
 
     def skew_(self, model: nn.Module) -> int:
-        """Live experts in pairs of opposite router rows, zeros and a bias of -5 for the others."""
+        """Set opposite pairs of router rows for live experts, zeros and a bias of -5 for the others."""
         live = 6 if self.top_k > 2 else 4
         modules, changed = dict(model.named_modules()), 0
         with torch.no_grad():
@@ -179,7 +179,7 @@ def _skew_entry_(name: str, t: torch.Tensor, live: int) -> bool:
 
 
 class HfSuite:
-    """The same interface as `Suite`; lists only what the installed transformers has."""
+    """Interface of `Suite`; lists only cases that the installed transformers has."""
 
     name = "hf"
 

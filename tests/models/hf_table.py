@@ -1,8 +1,9 @@
-"""The table behind `hf.py`: name -> classes, configuration of the block, overrides of `BASE`, verdict.
+"""Table of the cases of `hf.py`: name -> classes, configuration of the block, overrides of `BASE`, verdict.
 
-Keys: `cls` model class, `cfg` config class, `dir` module directory, `block` class names of the MoE block,
-`kind` of inputs, `over`/`set`/`v4_over`/`v4_rope` configuration, `bad` the versions of
-transformers (how they begin) that cannot run it, and why."""
+Keys: `cls` model class, `cfg` config class, `dir` module directory, `block` class names of the MoE block, `kind` of
+inputs, `over`/`set`/`v4_over`/`v4_rope` configuration, `bad` prefixes of the versions of transformers that cannot run
+it, with reasons.
+"""
 
 from __future__ import annotations
 

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from .case import D, H
 
 
-def stacked(*shape: int) -> nn.Parameter:
+def make_stack(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape))
 
 
 class Gated(nn.Module):
-    """SwiGLU expert of three matrices."""
+    """SwiGLU expert with three matrices."""
 
     def __init__(self, d=D, h=H, act=F.silu):
         super().__init__()
@@ -28,7 +28,7 @@ class Gated(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two biased matrices with a non-linearity between them."""
+    """Two matrices with biases and a nonlinearity between them."""
 
     def __init__(self, d=D, h=H, act=F.gelu):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Plain blocks that loop over experts, hit experts or tokens (idioms I1, I7, I8, I9)."""
+"""Plain blocks that loop over experts, selected experts or tokens (idioms I1, I7, I8, I9)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from .case import D, E, H, K
-from .parts import Gated, Mlp, stacked
+from .parts import Gated, Mlp, make_stack
 from .plain_suite import PLAIN
 
 
@@ -86,10 +86,10 @@ class AnyMaskLoop(nn.Module):
         out = torch.zeros_like(t)
         for e, expert in enumerate(self.experts):
             here = idx == e
-            mine = here.any(-1)
-            if not mine.any():
+            has_expert = here.any(-1)
+            if not has_expert.any():
                 continue
-            out[mine] += expert(t[mine]) * (w * here).sum(-1)[mine].unsqueeze(-1)
+            out[has_expert] += expert(t[has_expert]) * (w * here).sum(-1)[has_expert].unsqueeze(-1)
         out = out + torch.sigmoid(self.shared_gate(t)) * self.shared(t)
         return out.view_as(x)
 
@@ -126,7 +126,7 @@ class FlatListLoop(nn.Module):
     def __init__(self):
         super().__init__()
         self.gate = nn.Linear(D, E, bias=False)
-        self.w_in, self.w_gate, self.w_out = stacked(E * H, D), stacked(E * H, D), stacked(E * H, D)
+        self.w_in, self.w_gate, self.w_out = make_stack(E * H, D), make_stack(E * H, D), make_stack(E * H, D)
 
     def forward(self, x):
         t = x.reshape(-1, D)
@@ -197,7 +197,7 @@ class RepeatMask(nn.Module):
         return y.view_as(x) + self.shared(x)
 
 
-# I9: loop over the experts that were hit
+# I9: loop over the selected experts
 @PLAIN.case(
     "i9_unique_hit_loop",
     "I9",
@@ -229,11 +229,11 @@ class UniqueLoop(nn.Module):
 
 
 class StackedExperts(nn.Module):
-    """A separate experts module that is given the indices and weights."""
+    """Separate module of experts that gets indices and weights as inputs."""
 
     def __init__(self, d=D, act=F.silu):
         super().__init__()
-        self.gate_up, self.down, self.act = stacked(E, d, 2 * H), stacked(E, H, d), act
+        self.gate_up, self.down, self.act = make_stack(E, d, 2 * H), make_stack(E, H, d), act
 
     def forward(self, t, idx, w):
         out = torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32))
@@ -249,7 +249,7 @@ class StackedExperts(nn.Module):
 
 
 class GroupRouter(nn.Module):
-    """Sigmoid scores, two groups of which one stays, bias for the choice only, renormalised, scaled."""
+    """Sigmoid scores, one of two groups, a bias for the selection only, renormalized and scaled weights."""
 
     def __init__(self, d=D):
         super().__init__()

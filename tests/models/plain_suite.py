@@ -1,4 +1,4 @@
-"""The registry of the plain cases: our own minimal module for every idiom, and look-alikes."""
+"""Registry of the plain cases: a minimal module for every idiom, and look-alikes."""
 
 from .case import Suite
 

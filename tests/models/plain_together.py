@@ -7,7 +7,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from .case import D, E, H, K
-from .parts import Gated, Mlp, stacked
+from .parts import Gated, Mlp, make_stack
 from .plain_suite import PLAIN
 
 
@@ -51,8 +51,8 @@ class ScatterGates(nn.Module):
         logits = self.gate(x)
         val, idx = logits.topk(K, -1)
         gates = torch.zeros_like(logits).scatter(-1, idx, val.softmax(-1))
-        every = torch.stack([self.fc3[e](F.silu(self.fc1[e](x)) * self.fc2[e](x)) for e in range(E)], dim=-2)
-        return (every * gates.unsqueeze(-1)).sum(-2)
+        outputs = torch.stack([self.fc3[e](F.silu(self.fc1[e](x)) * self.fc2[e](x)) for e in range(E)], dim=-2)
+        return (outputs * gates.unsqueeze(-1)).sum(-2)
 
 
 @PLAIN.case(
@@ -65,15 +65,15 @@ class BmmBefore(nn.Module):
     def __init__(self):
         super().__init__()
         self.router = nn.Linear(D, E, bias=False)
-        self.gate_up, self.down = stacked(E, D, 2 * H), stacked(E, H, D)
+        self.gate_up, self.down = make_stack(E, D, 2 * H), make_stack(E, H, D)
 
     def forward(self, x):
         t = x.reshape(-1, D)
         logits = self.router(t)
         val, idx = logits.topk(1, -1)
         score = torch.full_like(logits, float("-inf")).scatter(-1, idx, val).sigmoid()
-        every = t.unsqueeze(0).expand(E, -1, -1) * score.t().unsqueeze(-1)
-        g, u = torch.bmm(every, self.gate_up).chunk(2, -1)
+        rows = t.unsqueeze(0).expand(E, -1, -1) * score.t().unsqueeze(-1)
+        g, u = torch.bmm(rows, self.gate_up).chunk(2, -1)
         return torch.bmm(u * F.silu(g), self.down).sum(0).view_as(x)
 
 
@@ -109,10 +109,10 @@ class CapacityEinsum(nn.Module):
         super().__init__()
         self.wg = nn.Linear(D, E, bias=False)
         self.w1, self.b1, self.w2, self.b2 = (
-            stacked(E, D, H),
-            stacked(E, 1, H),
-            stacked(E, H, D),
-            stacked(E, 1, D),
+            make_stack(E, D, H),
+            make_stack(E, 1, H),
+            make_stack(E, H, D),
+            make_stack(E, 1, D),
         )
         self.factor = factor
 
@@ -147,10 +147,10 @@ class WeightGather(nn.Module):
         super().__init__()
         self.gate = nn.Linear(D, E)
         self.w1, self.b1, self.w2, self.b2 = (
-            stacked(E, 2 * H, D),
-            stacked(E, 2 * H),
-            stacked(E, D, H),
-            stacked(E, D),
+            make_stack(E, 2 * H, D),
+            make_stack(E, 2 * H),
+            make_stack(E, D, H),
+            make_stack(E, D),
         )
         self.limit, self.alpha = limit, alpha
 
@@ -207,7 +207,7 @@ class SplitLists(nn.Module):
     def __init__(self):
         super().__init__()
         self.router = nn.Linear(D, E, bias=False)
-        self.w_in, self.w_out = stacked(E, H, D), stacked(E, D, H)
+        self.w_in, self.w_out = make_stack(E, H, D), make_stack(E, D, H)
         self.norm = nn.Parameter(torch.ones(D))
 
     def forward(self, x):

@@ -1,4 +1,4 @@
-"""MoE layers of ordinary PyPI packages, imported from the packages if they are installed."""
+"""MoE layers of PyPI packages, imported if they are installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from .case import Case, Host, Suite, Verdict, tensors
+from .case import Case, Host, Suite, Verdict, list_tensors
 
 SITE = os.environ.get("MOEFX_PYPI_SITE")  # a folder filled with `pip install --target`
 if SITE and SITE not in sys.path:
@@ -25,7 +25,7 @@ D, H, E, K = 64, 48, 8, 2
 
 
 class _Stub(types.ModuleType):
-    """Stands for an optional dependency that the MoE code itself never calls."""
+    """Replace an optional dependency that the MoE code never calls."""
 
     __path__: list[str] = []  # type: ignore[misc]  # noqa: RUF012
 
@@ -48,7 +48,7 @@ def _has(name: str) -> bool:
 
 
 def stub(*names: str) -> None:
-    """Put a stub in the place of each module that is missing."""
+    """Insert a stub for each missing module."""
     for name in names:
         if _has(name):
             continue
@@ -61,7 +61,7 @@ def stub(*names: str) -> None:
 
 
 def bare(*names: str) -> None:
-    """Make packages importable without running their `__init__`, which pulls in far more."""
+    """Make packages importable without running their `__init__`, which imports much more."""
     for name in names:
         if name in sys.modules:
             continue
@@ -78,7 +78,7 @@ def bare(*names: str) -> None:
 
 
 def one_process() -> None:
-    """A process group of one process, for layers that call collectives."""
+    """Create a process group of one process, for layers that call collectives."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -86,7 +86,7 @@ def one_process() -> None:
 
 
 def integer_histc() -> None:
-    """`torch.histc` has an integer kernel on CUDA only; give it one on CPU."""
+    """Add an integer kernel on the CPU to `torch.histc`, which has one on CUDA only."""
     original = torch.histc
     if getattr(original, "_moefx_integer", False):
         return
@@ -101,7 +101,7 @@ def integer_histc() -> None:
 
 
 class SwiGLU(nn.Module):
-    """Our own expert, for layers that are given theirs."""
+    """Expert for layers that get their experts as arguments."""
 
     def __init__(self, d=D, h=H):
         super().__init__()
@@ -113,15 +113,15 @@ class SwiGLU(nn.Module):
 
 
 class AuxHost(Host):
-    """A host that also returns the auxiliary loss which a block keeps in an attribute."""
+    """Host that also returns the auxiliary loss from an attribute of the block."""
 
     def forward(self, x, *extra):
         outputs = super().forward(x, *extra)
-        return (*outputs, *tensors(getattr(self.moe, "l_aux", None)))
+        return (*outputs, *list_tensors(getattr(self.moe, "l_aux", None)))
 
 
 class PypiSuite(Suite):
-    """Lists only the cases whose package is installed."""
+    """Suite that lists only cases of installed packages."""
 
     package: dict[str, str]
 

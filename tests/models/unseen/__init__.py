@@ -1,4 +1,4 @@
-"""The unseen models. Importing the modules fills the registry."""
+"""Unseen models. Importing the modules fills the registry."""
 
 from . import (  # noqa: F401
     capacity,

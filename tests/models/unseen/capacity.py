@@ -9,7 +9,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from ..case import D, E, H, K
-from ..parts import Gated, Mlp, stacked
+from ..parts import Gated, Mlp, make_stack
 from .suite import UNSEEN
 
 
@@ -20,7 +20,7 @@ from .suite import UNSEEN
     "second choices queue behind all first ones; weights renormalised after drops",
 )
 class GShardTop2(nn.Module):
-    """Mesh-TensorFlow / fairseq top-2: a dropped choice hands its share to the other one."""
+    """Mesh-TensorFlow / fairseq top-2: a dropped slot gives its share to the other one."""
 
     def __init__(self, capacity_factor=1.0):
         super().__init__()
@@ -70,7 +70,7 @@ class SwitchMesh(nn.Module):
     def __init__(self, capacity_factor=1.25):
         super().__init__()
         self.router = nn.Linear(D, E)
-        self.wi, self.wo = stacked(E, D, H), stacked(E, H, D)
+        self.wi, self.wo = make_stack(E, D, H), make_stack(E, H, D)
         self.capacity_factor = capacity_factor
 
     def forward(self, x):
@@ -94,13 +94,13 @@ class SwitchMesh(nn.Module):
 
 @UNSEEN.case("s_tutel_locations", "I4", "match", "flat buffer [E * C, D], row number = expert * capacity + location")
 class TutelLocations(nn.Module):
-    """Token-major queue: location in the order of (token, slot)."""
+    """Token-major queue: locations in the order of (token, slot)."""
 
     def __init__(self):
         super().__init__()
         self.wg = nn.Linear(D, E, bias=False)
-        self.fc1_w, self.fc1_bias = stacked(E, H, D), stacked(E, H)
-        self.fc2_w, self.fc2_bias = stacked(E, H, D), stacked(E, D)
+        self.fc1_w, self.fc1_bias = make_stack(E, H, D), make_stack(E, H)
+        self.fc2_w, self.fc2_bias = make_stack(E, H, D), make_stack(E, D)
 
     def forward(self, x):
         t = x.reshape(-1, D)
@@ -192,12 +192,12 @@ class LastWins(SliceDrop):
 
 @UNSEEN.case("s_batch_priority", "I4", "match", "V-MoE: tokens with the larger top weight queue first")
 class BatchPriority(nn.Module):
-    """Position in the queue is counted in the order of each token's largest weight, first choices first."""
+    """Positions in the queue follow each token's largest weight, with first choices first."""
 
     def __init__(self):
         super().__init__()
         self.gate = nn.Linear(D, E, bias=False)
-        self.w1, self.w2 = stacked(E, D, H), stacked(E, H, D)
+        self.w1, self.w2 = make_stack(E, D, H), make_stack(E, H, D)
 
     def forward(self, x):
         t = x.reshape(-1, D)
@@ -221,7 +221,7 @@ class PerSequenceQueues(nn.Module):
     def __init__(self):
         super().__init__()
         self.gate = nn.Linear(D, E, bias=False)
-        self.w1, self.w2 = stacked(E, D, H), stacked(E, H, D)
+        self.w1, self.w2 = make_stack(E, D, H), make_stack(E, H, D)
 
     def forward(self, x):
         b, n, d = x.shape
@@ -285,8 +285,8 @@ class RoomForAll(nn.Module):
 class OpenMoeMatmul(nn.Module):
     def __init__(self):
         super().__init__()
-        self.gate_weight = stacked(E, D)
-        self.wi_gate, self.wi_up, self.wo = stacked(E, D, H), stacked(E, D, H), stacked(E, H, D)
+        self.gate_weight = make_stack(E, D)
+        self.wi_gate, self.wi_up, self.wo = make_stack(E, D, H), make_stack(E, D, H), make_stack(E, H, D)
 
     def capacity(self, tokens):
         c = math.floor(K * 1.5 * tokens / E)

@@ -7,12 +7,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from ..case import D, E, H, K
-from ..parts import Gated, Mlp, stacked
+from ..parts import Gated, Mlp, make_stack
 from .suite import UNSEEN
 
 
 class GroupLimitedGate(nn.Module):
-    """DeepSeek-V3: sigmoid scores, bias for the choice, best groups by the sum of their two best, scaled."""
+    """DeepSeek-V3: sigmoid scores, a bias for the selection, best groups by the sum of their two best, scaled."""
 
     def __init__(self, topk=3, groups=4, topk_groups=2, route_scale=2.5):
         super().__init__()
@@ -62,7 +62,7 @@ class DeepSeekCounts(nn.Module):
 
 
 class AddAuxiliaryLoss(torch.autograd.Function):
-    """Identity whose backward hands the auxiliary loss a gradient of one."""
+    """Identity whose backward gives the auxiliary loss a gradient of one."""
 
     @staticmethod
     def forward(ctx, x, loss):
@@ -197,8 +197,8 @@ class MegatronPermute(nn.Module):
     def __init__(self):
         super().__init__()
         self.router = nn.Linear(D, E, bias=False)
-        self.linear_fc1 = stacked(E, D, 2 * H)
-        self.linear_fc2 = stacked(E, H, D)
+        self.linear_fc1 = make_stack(E, D, 2 * H)
+        self.linear_fc2 = make_stack(E, H, D)
 
     def forward(self, hidden):
         tokens = hidden.reshape(-1, D)
@@ -225,12 +225,12 @@ class MegatronPermute(nn.Module):
 
 @UNSEEN.case("s_titan_scores_before", "I6b", "match", "histc, reorder, scores before the experts in fp32, scatter_add")
 class TitanScoresBefore(nn.Module):
-    """Rows gathered with expanded indices, multiplied by their score, padded with zero rows at the end."""
+    """Gather rows with expanded indices, multiply them by their scores, and pad them with zero rows at the end."""
 
     def __init__(self):
         super().__init__()
         self.gate = nn.Linear(D, E, bias=False)
-        self.w1, self.w2, self.w3 = stacked(E, H, D), stacked(E, D, H), stacked(E, H, D)
+        self.w1, self.w2, self.w3 = make_stack(E, H, D), make_stack(E, D, H), make_stack(E, H, D)
         self.register_buffer("tokens_per_expert", torch.zeros(E), persistent=False)
 
     def forward(self, x):
@@ -270,7 +270,7 @@ class ScatterMoe(nn.Module):
     def __init__(self):
         super().__init__()
         self.router = nn.Linear(D, E, bias=False)
-        self.up, self.down = stacked(E, 2 * H, D), stacked(E, D, H)
+        self.up, self.down = make_stack(E, 2 * H, D), make_stack(E, D, H)
 
     def parallel_linear(self, rows, weight, offsets):
         out = rows.new_empty(rows.shape[0], weight.shape[1])
@@ -300,13 +300,13 @@ class ScatterMoe(nn.Module):
     "rows padded to blocks of 4, every block multiplied by its expert's matrix",
 )
 class BlockDiagonal(nn.Module):
-    """Dropless: no expert is ever full, the padding rows are zero and their results are never read."""
+    """Dropless: no expert is ever full; padding rows are zero and nothing reads their results."""
 
     def __init__(self, block=4):
         super().__init__()
         self.block = block
         self.router = nn.Linear(D, E, bias=False)
-        self.w1, self.w2 = stacked(E, D, H), stacked(E, H, D)
+        self.w1, self.w2 = make_stack(E, D, H), make_stack(E, H, D)
 
     def forward(self, x):
         t = x.reshape(-1, D)
@@ -334,7 +334,7 @@ class LongestQueue(nn.Module):
     def __init__(self):
         super().__init__()
         self.gate = nn.Linear(D, E)
-        self.w_up, self.w_gate, self.w_down = stacked(E, D, H), stacked(E, D, H), stacked(E, H, D)
+        self.w_up, self.w_gate, self.w_down = make_stack(E, D, H), make_stack(E, D, H), make_stack(E, H, D)
 
     def forward(self, x):
         flat = x.reshape(-1, D)

@@ -1,4 +1,4 @@
-"""Ways to bring rows to experts and back that the visible corpus lacks."""
+"""Ways to move rows to experts and back that the visible corpus lacks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.func import functional_call, stack_module_state
 from torch.utils.checkpoint import checkpoint
 
 from ..case import D, E, H, K
-from ..parts import Gated, Mlp, stacked
+from ..parts import Gated, Mlp, make_stack
 from .suite import UNSEEN
 
 
 class TopK(nn.Module):
-    """Softmax, then the k best, renormalised: the router most people write."""
+    """Softmax, then the k best, renormalized: the most common router."""
 
     def __init__(self, k=K, experts=E, dim=D):
         super().__init__()
@@ -29,7 +29,7 @@ class TopK(nn.Module):
 
 
 class Routed(nn.Module):
-    """Common part of this file: a router and a list of experts."""
+    """Router and list of experts, which the cases of this file share."""
 
     def __init__(self, k=K, expert=Gated):
         super().__init__()
@@ -127,7 +127,7 @@ class WhileSegments(Routed):
 
 
 class ScatterRows(torch.autograd.Function):
-    """Rows by index, with a hand-written backward."""
+    """Scatter rows by index, with a hand-written backward."""
 
     @staticmethod
     def forward(ctx, x, index):
@@ -182,8 +182,8 @@ class VmapExperts(nn.Module):
         t = x.reshape(-1, D)
         w, idx = self.gate(t).softmax(-1).topk(K, -1)
         state = {k.replace("_", "."): v for k, v in self.stack.items()}
-        every = torch.vmap(lambda p, v: functional_call(self.base, p, (v,)), in_dims=(0, None))(state, t)
-        picked = every[idx, torch.arange(len(t))[:, None]]
+        outputs = torch.vmap(lambda p, v: functional_call(self.base, p, (v,)), in_dims=(0, None))(state, t)
+        picked = outputs[idx, torch.arange(len(t))[:, None]]
         return (w.unsqueeze(-1) * picked).sum(1).view_as(x)
 
 
@@ -192,7 +192,7 @@ class VmapTokens(nn.Module):
     def __init__(self):
         super().__init__()
         self.router = TopK()
-        self.w_in, self.w_out = stacked(E, H, D), stacked(E, D, H)
+        self.w_in, self.w_out = make_stack(E, H, D), make_stack(E, D, H)
 
     def forward(self, x):
         t = x.reshape(-1, D)
@@ -216,8 +216,8 @@ class IndexSelectBmm(nn.Module):
     def __init__(self):
         super().__init__()
         self.router = TopK(3)
-        self.up, self.up_bias = stacked(E, H, D), stacked(E, H)
-        self.down = stacked(E, D, H)
+        self.up, self.up_bias = make_stack(E, H, D), make_stack(E, H)
+        self.down = make_stack(E, D, H)
 
     def forward(self, x):
         t = x.reshape(-1, D)
@@ -239,7 +239,7 @@ class MatmulBroadcast(nn.Module):
     def __init__(self):
         super().__init__()
         self.router = TopK()
-        self.w13, self.w2 = stacked(E, D, 2, H), stacked(E, H, D)
+        self.w13, self.w2 = make_stack(E, D, 2, H), make_stack(E, H, D)
 
     def forward(self, x):
         t = x.flatten(0, 1)
@@ -277,7 +277,7 @@ class DenseEinsum(nn.Module):
     def __init__(self):
         super().__init__()
         self.router = nn.Linear(D, E, bias=False)
-        self.w1, self.w2, self.w3 = stacked(E, D, H), stacked(E, H, D), stacked(E, D, H)
+        self.w1, self.w2, self.w3 = make_stack(E, D, H), make_stack(E, H, D), make_stack(E, D, H)
 
     def forward(self, x):
         logits = self.router(x)
@@ -361,7 +361,7 @@ class EmbeddingBagCombine(Routed):
 
 @UNSEEN.case("s_one_slot_at_a_time", "I9b", "match", "k rounds of top-1: argmax, mask out, run, add")
 class OneSlotAtATime(nn.Module):
-    """Shazeer-style rounds: the next round sees the logits with the chosen expert masked out."""
+    """Rounds as in Shazeer et al.: each round masks the expert of the previous one in the logits."""
 
     def __init__(self):
         super().__init__()

@@ -7,7 +7,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from ..case import D, E, H, K
-from ..parts import Gated, Mlp, stacked
+from ..parts import Gated, Mlp, make_stack
 from .suite import UNSEEN
 
 
@@ -17,7 +17,7 @@ def route(gate, t, k=K):
 
 
 class Loop(nn.Module):
-    """The usual loop around whatever `expert()` makes."""
+    """Loop over experts that `expert()` creates."""
 
     def __init__(self, expert, k=K, count=E):
         super().__init__()
@@ -77,7 +77,7 @@ UNSEEN.case("s_expert_glu", "I1", "match", "F.glu: the second half is the gate, 
 
 
 class Skip(nn.Module):
-    """Residual inside of the expert, post-norm."""
+    """Residual connection inside the expert, with post-norm."""
 
     def __init__(self):
         super().__init__()
@@ -91,14 +91,14 @@ UNSEEN.case("s_expert_residual_inside", "I1", "match", "norm(x + f(x)) in every 
 
 
 class Conv(nn.Module):
-    """Kernel-size-1 convolutions, rows as the length axis."""
+    """Convolutions of kernel size 1, with rows as the length axis."""
 
     def __init__(self):
         super().__init__()
         self.c1, self.c2 = nn.Conv1d(D, H, kernel_size=1), nn.Conv1d(H, D, kernel_size=1)
 
     def forward(self, x):
-        if len(x) == 0:  # a convolution refuses an empty sequence
+        if len(x) == 0:  # a convolution rejects an empty sequence
             return x
         return self.c2(F.relu(self.c1(x.t().unsqueeze(0)))).squeeze(0).t()
 
@@ -107,7 +107,7 @@ UNSEEN.case("s_expert_conv1x1", "I1", "match", "experts as nn.Conv1d with kernel
 
 
 class ClampedLoop(Loop):
-    """Where one expert has all tokens, its clamped rows are like a node of every token's."""
+    """Clamp rows: if one expert has all tokens, its rows look like a node with a row per token."""
 
     def run(self, e, rows):
         return self.experts[e](rows.clamp(-2, 2).abs())
@@ -145,7 +145,7 @@ class MoEPlusPlus(nn.Module):
 
 
 class BiasApart(nn.Module):
-    """Returns its output bias separately, as Megatron's linear layers do."""
+    """Return the output bias separately, as Megatron's linear layers do."""
 
     def __init__(self):
         super().__init__()
@@ -191,7 +191,7 @@ class LoraExperts(nn.Module):
         super().__init__()
         self.base = nn.Linear(D, D)
         self.router = nn.Linear(D, E, bias=False)
-        self.lora_a, self.lora_b = stacked(E, rank, D), stacked(E, D, rank)
+        self.lora_a, self.lora_b = make_stack(E, rank, D), make_stack(E, D, rank)
         self.scaling = 2.0 / rank
 
     def forward(self, x):
@@ -209,7 +209,7 @@ class LoraOnFrozen(nn.Module):
         super().__init__()
         self.gate = nn.Linear(D, E, bias=False)
         self.weight = nn.Parameter(torch.empty(E, D, D), requires_grad=False)
-        self.a, self.b = stacked(E, D, 4), stacked(E, 4, D)
+        self.a, self.b = make_stack(E, D, 4), make_stack(E, 4, D)
 
     def forward(self, x):
         t = x.reshape(-1, D)
@@ -268,9 +268,9 @@ class IdentityExperts(nn.Module):
         identity = (w * (idx >= E)).sum(-1, keepdim=True)
         out = t * identity
         for e, f in enumerate(self.experts):
-            mine = idx == e
-            rows = mine.any(-1)
-            out[rows] = out[rows] + f(t[rows]) * (w * mine).sum(-1, keepdim=True)[rows]
+            selected = idx == e
+            rows = selected.any(-1)
+            out[rows] = out[rows] + f(t[rows]) * (w * selected).sum(-1, keepdim=True)[rows]
         return out.view_as(x)
 
 
@@ -335,7 +335,7 @@ class LearnedSwish(nn.Module):
     def __init__(self):
         super().__init__()
         self.router = nn.Linear(D, E, bias=False)
-        self.w1, self.w2 = stacked(E, D, 2 * H), stacked(E, H, D)
+        self.w1, self.w2 = make_stack(E, D, 2 * H), make_stack(E, H, D)
         self.beta = nn.Parameter(torch.empty(E, H))
 
     def forward(self, x):
@@ -393,8 +393,8 @@ class Conditioned(nn.Module):
     def __init__(self):
         super().__init__()
         self.gate = nn.Linear(D, E, bias=False)
-        self.up, self.down = stacked(E, D, H), stacked(E, H, D)
-        self.film = stacked(E, 6, H)
+        self.up, self.down = make_stack(E, D, H), make_stack(E, H, D)
+        self.film = make_stack(E, 6, H)
 
     def forward(self, x, cond):
         t, c = x.reshape(-1, D), cond.reshape(-1, 6)
@@ -417,7 +417,7 @@ class WeightOnHidden(nn.Module):
     def __init__(self):
         super().__init__()
         self.gate = nn.Linear(D, E, bias=False)
-        self.w13, self.w2 = stacked(E, 2 * H, D), stacked(E, D, H)
+        self.w13, self.w2 = make_stack(E, 2 * H, D), make_stack(E, D, H)
 
     def forward(self, x):
         t = x.reshape(-1, D)
@@ -436,7 +436,7 @@ class FineGrained(nn.Module):
     def __init__(self):
         super().__init__()
         self.gate = nn.Linear(D, 32, bias=False)
-        self.up, self.down = stacked(32, D, 16), stacked(32, 8, D)
+        self.up, self.down = make_stack(32, D, 16), make_stack(32, 8, D)
 
     def forward(self, x):
         t = x.reshape(-1, D)

@@ -9,7 +9,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from ..case import D, E, H, K
-from ..parts import Gated, Mlp, stacked
+from ..parts import Gated, Mlp, make_stack
 from .suite import UNSEEN
 
 
@@ -19,7 +19,7 @@ def route(gate, t, k=K):
 
 
 class Mixture(nn.Module):
-    """Tokens in, tokens out; what the cases of this file wrap."""
+    """Mixture on rows of tokens, which the cases of this file wrap."""
 
     def __init__(self, expert=Gated, dim=D):
         super().__init__()
@@ -138,7 +138,7 @@ class PaddingZeroWeight(nn.Module):
     def __init__(self):
         super().__init__()
         self.gate = nn.Linear(D, E, bias=False)
-        self.w1, self.w2 = stacked(E, D, H), stacked(E, H, D)
+        self.w1, self.w2 = make_stack(E, D, H), make_stack(E, H, D)
 
     def forward(self, x, attention_mask):
         t, live = x.reshape(-1, D), attention_mask.reshape(-1).to(x.dtype)
@@ -197,7 +197,7 @@ class DataclassOutput(nn.Module):
 
 @UNSEEN.case("s_loss_in_attribute", "I1", "match", "the auxiliary loss and the last load are left in attributes")
 class LossInAttribute(nn.Module):
-    """The next layer (here: the host's wrapper) reads `inner.aux_loss` after the call."""
+    """Store the auxiliary loss in an attribute, which the host reads as `inner.aux_loss` after the call."""
 
     def __init__(self):
         super().__init__()
@@ -258,7 +258,7 @@ class DecoderLayerInline(nn.Module):
         self.input_norm, self.ffn_norm = nn.LayerNorm(D), nn.LayerNorm(D)
         self.mix_tokens = nn.Linear(D, D)
         self.router = nn.Linear(D, E, bias=False)
-        self.w_gate, self.w_up, self.w_down = stacked(E, D, H), stacked(E, D, H), stacked(E, H, D)
+        self.w_gate, self.w_up, self.w_down = make_stack(E, D, H), make_stack(E, D, H), make_stack(E, H, D)
 
     def forward(self, x):
         h = self.input_norm(x)
@@ -293,7 +293,7 @@ class RouterApart(nn.Module):
     class Ffn(nn.Module):
         def __init__(self):
             super().__init__()
-            self.gate_up, self.down = stacked(E, D, 2 * H), stacked(E, H, D)
+            self.gate_up, self.down = make_stack(E, D, 2 * H), make_stack(E, H, D)
 
         def forward(self, tokens, ids, weights):
             out = torch.zeros_like(tokens)
@@ -351,7 +351,7 @@ class ValueExperts(nn.Module):
         super().__init__()
         self.q, self.k, self.o = (nn.Linear(D, D, bias=False) for _ in range(3))
         self.gate = nn.Linear(D, E, bias=False)
-        self.v = stacked(E, D, D)
+        self.v = make_stack(E, D, D)
 
     def forward(self, x):
         b, s, d = x.shape

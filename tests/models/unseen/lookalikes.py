@@ -1,4 +1,4 @@
-"""Modules that look like token choice and are not: refused, or rewritten exactly if a part is one."""
+"""Modules that resemble token choice: refused, or rewritten exactly if a part is token choice."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from ..case import D, E, H, K
-from ..parts import Gated, Mlp, stacked
+from ..parts import Gated, Mlp, make_stack
 from .suite import UNSEEN
 
 
@@ -32,14 +32,14 @@ class MultiGate(nn.Module):
         self.towers = nn.ModuleList([nn.Linear(D, D) for _ in range(2)])
 
     def forward(self, x):
-        every = torch.stack([f(x) for f in self.experts], -2)
-        views = [(g(x).softmax(-1).unsqueeze(-1) * every).sum(-2) for g in self.gates]
+        outputs = torch.stack([f(x) for f in self.experts], -2)
+        views = [(g(x).softmax(-1).unsqueeze(-1) * outputs).sum(-2) for g in self.gates]
         return sum(tower(v) for tower, v in zip(self.towers, views))
 
 
 @UNSEEN.case("n_sinkhorn_base", "I10", "refuse", "BASE: a balanced assignment of all tokens to experts", bare=False)
 class BaseLayer(nn.Module):
-    """Every expert takes its best free tokens until all are taken: the experts choose."""
+    """Each expert takes its best free tokens until none are left: the experts choose."""
 
     def __init__(self):
         super().__init__()
@@ -51,8 +51,8 @@ class BaseLayer(nn.Module):
         scores = t @ self.centroids.t()
         quota, free, out = -(-t.shape[0] // E), torch.ones(t.shape[0], dtype=torch.bool), torch.zeros_like(t)
         for e, f in enumerate(self.experts):
-            mine = scores[:, e].masked_fill(~free, float("-inf"))
-            rows = mine.topk(min(quota, int(free.sum()))).indices
+            free_scores = scores[:, e].masked_fill(~free, float("-inf"))
+            rows = free_scores.topk(min(quota, int(free.sum()))).indices
             free[rows] = False
             alpha = torch.sigmoid(scores[rows, e]).unsqueeze(-1)
             out = out.index_add(0, rows, alpha * f(t[rows]) + (1 - alpha) * t[rows])
@@ -103,7 +103,7 @@ class CumulativeMean(Mlp):
 
 
 class ColumnNormed(Mlp):
-    """Normalises every hidden unit over the rows of the expert, without a module that says so."""
+    """Normalize every hidden unit over the rows of the expert, without a norm module."""
 
     def forward(self, rows):
         h = self.fc_in(rows)
@@ -113,7 +113,7 @@ class ColumnNormed(Mlp):
 
 
 class SortedRows(Mlp):
-    """Pairs every row with the next one of the same expert."""
+    """Add to every row the next one of the same expert."""
 
     def forward(self, rows):
         return super().forward(rows + rows.roll(1, 0))
@@ -175,7 +175,7 @@ class MergedWeights(nn.Module):
     def __init__(self):
         super().__init__()
         self.gate = nn.Linear(D, E, bias=False)
-        self.w1, self.w2 = stacked(E, D, H), stacked(E, H, D)
+        self.w1, self.w2 = make_stack(E, D, H), make_stack(E, H, D)
 
     def forward(self, x):
         p = self.gate(x.mean(1)).softmax(-1)
@@ -193,7 +193,7 @@ class MergedTopK(nn.Module):
     def __init__(self):
         super().__init__()
         self.gate = nn.Linear(D, E, bias=False)
-        self.w1, self.w2 = stacked(E, D, H), stacked(E, H, D)
+        self.w1, self.w2 = make_stack(E, D, H), make_stack(E, H, D)
 
     def forward(self, x):
         t = x.reshape(-1, D)
@@ -243,8 +243,8 @@ class MaximumOfExperts(LoopOf):
     def forward(self, x):
         t = x.reshape(-1, D)
         w, idx = self.gate(t).softmax(-1).topk(K, -1)
-        every = torch.stack([f(t) for f in self.experts], 1)
-        picked = every.gather(1, idx.unsqueeze(-1).expand(-1, -1, D)) * w.unsqueeze(-1)
+        outputs = torch.stack([f(t) for f in self.experts], 1)
+        picked = outputs.gather(1, idx.unsqueeze(-1).expand(-1, -1, D)) * w.unsqueeze(-1)
         return picked.max(1).values.view_as(x)
 
 

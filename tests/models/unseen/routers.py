@@ -15,7 +15,7 @@ from .suite import UNSEEN
 
 
 class Experts(nn.Module):
-    """Ordinary experts: `out[t] = sum_k w[t, k] * f_idx[t, k](x[t])`; ids outside of 0..E-1 are nobody's."""
+    """Ordinary experts: `out[t] = sum_k w[t, k] * f_idx[t, k](x[t])`; ids outside 0..E-1 select no expert."""
 
     def __init__(self, make=Gated, count=E):
         super().__init__()
@@ -337,7 +337,7 @@ class ReluRouter(Experts):
     rng=True,
 )
 class GumbelStraightThrough(Experts):
-    """Not sparse in the backward: the unchosen experts' outputs enter the router's gradient."""
+    """Dense in the backward: the outputs of unselected experts are part of the router's gradient."""
 
     def __init__(self):
         super().__init__(Mlp)
@@ -345,8 +345,8 @@ class GumbelStraightThrough(Experts):
 
     def forward(self, x):
         gates = F.gumbel_softmax(self.gate(x), hard=True, dim=-1)
-        every = torch.stack([f(x) for f in self.experts], -2)
-        return (gates.unsqueeze(-1) * every).sum(-2)
+        outputs = torch.stack([f(x) for f in self.experts], -2)
+        return (gates.unsqueeze(-1) * outputs).sum(-2)
 
 
 @UNSEEN.case(

@@ -1,4 +1,4 @@
-"""The registry of the unseen models: MoE blocks as different people would write them."""
+"""Registry of the unseen models: MoE blocks as different people would write them."""
 
 from ..case import Suite
 
