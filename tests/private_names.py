@@ -35,7 +35,7 @@ def find_private_names(
         of_operators: whether a literal is the name of an operator.
     """
     trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in sorted(package.rglob("*.py"))}
-    own = _OF_NAMEDTUPLE.union(*map(_definitions, trees.values()))
+    defined = _OF_NAMEDTUPLE.union(*map(_definitions, trees.values()))
     paths: Uses = {}
     attributes: Uses = {}
     for file, tree in trees.items():
@@ -48,7 +48,7 @@ def find_private_names(
             if not name or not is_private(name):
                 continue
             is_literal = isinstance(node, ast.Constant)
-            if of_torch(name) or (of_operators(name) if is_literal else name not in own):
+            if of_torch(name) or (of_operators(name) if is_literal else name not in defined):
                 attributes[name] = f"{shown}:{node.lineno}"
     return paths, attributes
 

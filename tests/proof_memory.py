@@ -93,7 +93,7 @@ def checking_once() -> mock._patch:
 
 def _holds_for(proof: _Proof, module: nn.Module, names: dict[AttributeLocation, Any]) -> bool:
     attributes = [(read_value(module, where), read_value(proof.block, where)) for where in proof.read]
-    return is_same(names, proof.globals) and all(is_same(own, other) for own, other in attributes)
+    return is_same(names, proof.globals) and all(is_same(value, other) for value, other in attributes)
 
 
 def _key_of(module: nn.Module, call: SurveyedCall, candidates: BlockCandidates, plan: moefx.Plan) -> tuple | None:
@@ -102,9 +102,9 @@ def _key_of(module: nn.Module, call: SurveyedCall, candidates: BlockCandidates, 
     if candidates.objects or not all(map(_is_comparable, arguments)):
         return None
     classes = dict.fromkeys(cls for m in module.modules() for cls in type(m).__mro__)
-    own = [cls for cls in classes if not cls.__module__.startswith(("torch.", "builtins"))]
+    defined = [cls for cls in classes if not cls.__module__.startswith(("torch.", "builtins"))]
     methods = [
-        (cls, name, value) for cls in own for name, value in vars(cls).items() if isinstance(value, FUNCTION_TYPES)
+        (cls, name, value) for cls in defined for name, value in vars(cls).items() if isinstance(value, FUNCTION_TYPES)
     ]
     devices = {t.device for t in (*module.parameters(), *module.buffers())}
     return (

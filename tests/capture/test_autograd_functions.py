@@ -9,7 +9,7 @@ import moefx
 from moefx.errors import Refused
 
 from ..blocks import D, Loop, Mlp, rewritten
-from ..models.case import gradients
+from ..models.case import run_and_differentiate
 
 
 class Doubled(torch.autograd.Function):
@@ -52,7 +52,7 @@ def test_gradients_equal_the_original(kind):
     torch.manual_seed(0)
     model, x = kind().double(), torch.randn(9, D, dtype=torch.float64)
     compiled = moefx.compile(model, plan=moefx.Plan(validation="symbolic"), example_inputs=(x,))
-    torch.testing.assert_close(*(gradients(m, m, x) for m in (compiled, model)))
+    torch.testing.assert_close(*(run_and_differentiate(m, m, x) for m in (compiled, model)))
 
 
 class AsksForState(Loop):

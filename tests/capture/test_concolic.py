@@ -28,16 +28,16 @@ def run(block: nn.Module, *args, seed: int = 0, kind: str = "diverse", **kwargs)
     return capture_block(block, args, kwargs, Routing(kind, seed))
 
 
-def replay(taken: Capture, node: torch.fx.Node, env: dict) -> torch.Tensor:
+def replay(captured: Capture, node: torch.fx.Node, env: dict) -> torch.Tensor:
     """Return the value of a node of the functional graph. `env`: inputs by position, attributes by FQN."""
     if node in env:
         return env[node]
     if node.op == "placeholder":
         value = env[node.meta["position"]]
     elif node.op == "get_attr":
-        value = env[node.meta["fqn"]] if node.meta["fqn"] in env else taken.constants[node.meta["fqn"]]
+        value = env[node.meta["fqn"]] if node.meta["fqn"] in env else captured.constants[node.meta["fqn"]]
     else:
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: replay(taken, n, env))
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: replay(captured, n, env))
         value = node.target(*args, **kwargs)
     env[node] = value
     return value
@@ -167,15 +167,15 @@ class TestFunctionalisation:
     @pytest.mark.parametrize("fn", IN_PLACE, ids=lambda f: f.__name__.strip("_"))
     def test_writes_through_views_reach_the_result(self, fn):
         block = Fn(fn)
-        taken = run(block, meta(4, 4))
+        captured = run(block, meta(4, 4))
         x = torch.arange(16.0).view(4, 4)
         expected = block(x.clone())
-        assert torch.equal(replay(taken, taken.out, {0: x}), expected)
+        assert torch.equal(replay(captured, captured.out, {0: x}), expected)
 
     @pytest.mark.parametrize("fn", IN_PLACE, ids=lambda f: f.__name__.strip("_"))
     def test_graph_is_functional(self, fn):
-        taken = run(Fn(fn), meta(4, 4))
-        for node in taken.nodes:
+        captured = run(Fn(fn), meta(4, 4))
+        for node in captured.nodes:
             schema = getattr(node.target, "_schema", None)
             assert schema is None or not schema.is_mutable, node.target
 
@@ -210,9 +210,9 @@ class TestEffects:
                 return x
 
         block = Block()
-        taken = run(block, meta(5))
-        assert [(e.kind, e.target) for e in taken.effects] == [("buffer", "total")]
-        value = replay(taken, taken.effects[0].node, {0: torch.ones(5), "total": torch.ones(3)})
+        captured = run(block, meta(5))
+        assert [(e.kind, e.target) for e in captured.effects] == [("buffer", "total")]
+        value = replay(captured, captured.effects[0].node, {0: torch.ones(5), "total": torch.ones(3)})
         assert value.tolist() == [1.0, 6.0, 6.0]
         assert block.total.tolist() == [1.0, 1.0, 1.0]
 
@@ -227,17 +227,17 @@ class TestEffects:
                 return x
 
         block = Block()
-        taken = run(block, meta(9, 4))
-        assert [(e.kind, e.target) for e in taken.effects] == [("buffer", "load")]
-        before = next(n for n in taken.nodes if n.op == "get_attr").meta["val"]
-        assert (taken.concrete_value(taken.effects[0].node) - before).sum() == 9
+        captured = run(block, meta(9, 4))
+        assert [(e.kind, e.target) for e in captured.effects] == [("buffer", "load")]
+        before = next(n for n in captured.nodes if n.op == "get_attr").meta["val"]
+        assert (captured.concrete_value(captured.effects[0].node) - before).sum() == 9
         assert block.load.sum() == 0
 
     def test_writes_to_an_input_are_effects(self):
-        taken = run(Fn(lambda self, x: x.mul_(2).sum()), meta(3))
-        (effect,) = taken.effects
+        captured = run(Fn(lambda self, x: x.mul_(2).sum()), meta(3))
+        (effect,) = captured.effects
         assert effect.kind == "input" and effect.target.op == "placeholder"
-        assert replay(taken, effect.node, {0: torch.ones(3)}).tolist() == [2.0] * 3
+        assert replay(captured, effect.node, {0: torch.ones(3)}).tolist() == [2.0] * 3
 
     def test_attributes_that_change_are_effects(self):
         def forward(self, x):
@@ -247,9 +247,9 @@ class TestEffects:
             return x
 
         block = Fn(forward, calls=0, same=4)
-        taken = run(block, meta(3))
-        assert {(e.kind, e.target) for e in taken.effects} == {("attribute", "aux"), ("state", "calls")}
-        assert next(e for e in taken.effects if e.kind == "state").node == 1
+        captured = run(block, meta(3))
+        assert {(e.kind, e.target) for e in captured.effects} == {("attribute", "aux"), ("state", "calls")}
+        assert next(e for e in captured.effects if e.kind == "state").node == 1
         assert not hasattr(block, "aux") and block.calls == 0
 
     def test_attribute_of_a_submodule(self):
@@ -257,8 +257,8 @@ class TestEffects:
             self.last = x + 1
             return x
 
-        taken = run(Fn(lambda self, x: self.inner(x), inner=Fn(inner)), meta(3))
-        assert [(e.kind, e.target) for e in taken.effects] == [("attribute", "inner.last")]
+        captured = run(Fn(lambda self, x: self.inner(x), inner=Fn(inner)), meta(3))
+        assert [(e.kind, e.target) for e in captured.effects] == [("attribute", "inner.last")]
 
     def test_a_pure_module_has_no_effects(self):
         assert run(nn.Linear(4, 4), meta(3, 4)).effects == []
@@ -344,12 +344,12 @@ class Double(torch.autograd.Function):
 
 class TestWhole:
     def test_custom_function_is_one_opaque_node(self):
-        taken = run(Fn(lambda self, x: Double.apply(x, 2.0) + 1), meta(3))
-        opaque = [n for n in taken.nodes if n.meta.get("opaque")]
+        captured = run(Fn(lambda self, x: Double.apply(x, 2.0) + 1), meta(3))
+        opaque = [n for n in captured.nodes if n.meta.get("opaque")]
         assert len(opaque) == 1 and opaque[0].args[1] == 2.0
-        assert not any(n.target is aten.exp.default for n in taken.nodes)
+        assert not any(n.target is aten.exp.default for n in captured.nodes)
         x = torch.ones(3)
-        assert torch.equal(replay(taken, taken.out, {0: x}), 2 * x + 1)
+        assert torch.equal(replay(captured, captured.out, {0: x}), 2 * x + 1)
 
     @pytest.mark.parametrize(
         ("fn", "target"),
@@ -363,18 +363,18 @@ class TestWhole:
     )
     def test_contractions_are_captured_as_one_operation(self, fn, target):
         block = Fn(fn, w=nn.Parameter(torch.randn(4, 4)))
-        taken = run(block, meta(3, 4))
-        assert taken.out.target is target
+        captured = run(block, meta(3, 4))
+        assert captured.out.target is target
         x = torch.randn(3, 4)
-        assert torch.allclose(replay(taken, taken.out, {0: x, "w": block.w}), block(x))
+        assert torch.allclose(replay(captured, captured.out, {0: x, "w": block.w}), block(x))
 
     def test_module_calls_are_recorded(self):
         block = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 2))
-        taken = run(block, meta(3, 4))
-        assert [(c.fqn, c.depth) for c in taken.calls] == [("0.0", 1), ("0.1", 1), ("0", 0), ("1", 0)]
-        outer = taken.calls[2]
-        assert all(outer.start <= c.start and c.stop <= outer.stop for c in taken.calls[:2])
-        assert taken.calls[-1].args[0] is outer.out and taken.calls[-1].out is taken.out
+        captured = run(block, meta(3, 4))
+        assert [(c.fqn, c.depth) for c in captured.calls] == [("0.0", 1), ("0.1", 1), ("0", 0), ("1", 0)]
+        outer = captured.calls[2]
+        assert all(outer.start <= c.start and c.stop <= outer.stop for c in captured.calls[:2])
+        assert captured.calls[-1].args[0] is outer.out and captured.calls[-1].out is captured.out
 
     def test_outputs_in_dataclasses_are_recorded(self):
         @dataclasses.dataclass
@@ -383,9 +383,9 @@ class TestWhole:
             aux: torch.Tensor
 
         inner = Fn(lambda self, x: Out(x * 2, x.sum()))
-        taken = run(Fn(lambda self, x: self.inner(x).logits, inner=inner), meta(3))
-        (call,) = taken.calls
-        assert set(call.out) == {".logits", ".aux"} and call.out[".logits"] is taken.out
+        captured = run(Fn(lambda self, x: self.inner(x).logits, inner=inner), meta(3))
+        (call,) = captured.calls
+        assert set(call.out) == {".logits", ".aux"} and call.out[".logits"] is captured.out
 
 
 class Notes(threading.local):
@@ -421,10 +421,10 @@ class TestValues:
             seen.groups, seen.ids, seen.above, seen.limited = groups, ids, above, limited
             return limited
 
-        taken = run(Fn(forward, w=nn.Parameter(torch.randn(4, 6))), meta(11, 4))
+        captured = run(Fn(forward, w=nn.Parameter(torch.randn(4, 6))), meta(11, 4))
         groups, ids = seen.groups, seen.ids
         assert ((ids // 2)[:, :, None] == groups[:, None, :]).any(-1).all()
-        value = taken.concrete_value(taken.out)
+        value = captured.concrete_value(captured.out)
         assert torch.equal(value.topk(2, -1).indices, ids)
         assert seen.above.gather(1, ids).all()
 
@@ -439,14 +439,14 @@ class TestValues:
             a = x @ self.w
             return (a @ a.t()).argmax(-1), a
 
-        taken = run(Fn(forward, w=nn.Parameter(torch.randn(4, 5))), meta(3, 4))
-        ids, a = taken.out
-        value = taken.concrete_value(a)
+        captured = run(Fn(forward, w=nn.Parameter(torch.randn(4, 5))), meta(3, 4))
+        ids, a = captured.out
+        value = captured.concrete_value(a)
         assert torch.equal(ids.meta["val"], (value @ value.t()).argmax(-1))
 
     def test_boolean_indexing_becomes_integer_indexing(self):
-        taken = run(Fn(lambda self, x: x[(x @ self.w)[:, 0] > 0], w=nn.Parameter(torch.randn(4, 3))), meta(8, 4))
-        index = next(n for n in taken.nodes if n.target is aten.index.Tensor)
+        captured = run(Fn(lambda self, x: x[(x @ self.w)[:, 0] > 0], w=nn.Parameter(torch.randn(4, 3))), meta(8, 4))
+        index = next(n for n in captured.nodes if n.target is aten.index.Tensor)
         assert index.args[1][0].meta["val"].dtype == torch.int64
 
     def test_values_from_integers_are_marked(self):
@@ -471,8 +471,8 @@ class TestValues:
         assert run(Fn(lambda self, x: torch.relu(x)), meta(3)).modes_read == set()
 
     def test_sources_are_the_users_lines(self):
-        taken = run(Fn(lambda self, x: x.relu()), meta(3))
-        source = taken.out.meta["source"]
+        captured = run(Fn(lambda self, x: x.relu()), meta(3))
+        source = captured.out.meta["source"]
         assert source.file == __file__ and "x.relu()" in source.text and str(source).startswith("test_concolic.py:")
 
     @pytest.mark.parametrize(
@@ -502,9 +502,9 @@ def _scale_read(self, x):
 
 class TestHostReads:
     def test_a_branch_on_a_boolean_is_recorded(self):
-        taken = run(Fn(_branch, w=nn.Parameter(torch.randn(4, 3))), meta(5, 4))
-        (read,) = taken.reads
-        assert read.value is False and taken.out.target is aten.add.Tensor
+        captured = run(Fn(_branch, w=nn.Parameter(torch.randn(4, 3))), meta(5, 4))
+        (read,) = captured.reads
+        assert read.value is False and captured.out.target is aten.add.Tensor
         assert read.node.meta["val"].dtype == torch.bool and "amax()" in read.source.text
 
     def test_a_boolean_can_be_forced_to_the_other_branch(self):
@@ -515,9 +515,9 @@ class TestHostReads:
 
     def test_a_float_that_python_reads_can_be_forced(self):
         block = Fn(_scale_read, w=nn.Parameter(torch.randn(4, 3)))
-        taken = run(block, meta(5, 4))
-        (read,) = taken.reads
-        assert type(read.value) is float and taken.out.target is aten.add.Tensor
+        captured = run(block, meta(5, 4))
+        (read,) = captured.reads
+        assert type(read.value) is float and captured.out.target is aten.add.Tensor
         flipped = capture_block(block, (meta(5, 4),), {}, Routing("diverse", 0), interventions={read.call_stack: 1e30})
         assert flipped.out.target is aten.mul.Tensor
 
@@ -550,21 +550,21 @@ class TestHostReads:
 class TestPieces:
     def test_tensors_of_closures_are_constants(self):
         offset = torch.tensor([1.0, 2.0, 3.0])
-        taken = run(Fn(lambda self, x: x + offset + self.own, own=torch.ones(3)), meta(3))
-        kinds = {n.meta["fqn"]: n.meta["kind"] for n in taken.nodes if n.op == "get_attr"}
+        captured = run(Fn(lambda self, x: x + offset + self.own, own=torch.ones(3)), meta(3))
+        kinds = {n.meta["fqn"]: n.meta["kind"] for n in captured.nodes if n.op == "get_attr"}
         assert sorted(kinds.values()) == ["attribute", "constant"] and kinds["own"] == "attribute"
-        assert [t.tolist() for t in taken.constants.values()] == [[1.0, 2.0, 3.0]]
+        assert [t.tolist() for t in captured.constants.values()] == [[1.0, 2.0, 3.0]]
 
     def test_tied_parameters_are_one_node(self):
         a, b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
         b.weight = a.weight
-        taken = run(nn.Sequential(a, b), meta(2, 3))
-        assert sum(n.op == "get_attr" for n in taken.nodes) == 1
+        captured = run(nn.Sequential(a, b), meta(2, 3))
+        assert sum(n.op == "get_attr" for n in captured.nodes) == 1
 
     def test_a_comparison_of_sizes_makes_a_guard(self):
         block = Fn(lambda self, x: x * 2 if x.shape[0] > 4 else x)
-        taken = capture_block(block, (meta(7, 3),), {}, Routing(), dims={"S": 7})
-        assert [str(g) for g in taken.sizes.guards] == ["S > 4"]
+        captured = capture_block(block, (meta(7, 3),), {}, Routing(), dims={"S": 7})
+        assert [str(g) for g in captured.sizes.guards] == ["S > 4"]
 
     def test_effect_is_plain_data(self):
         assert [f.name for f in dataclasses.fields(Effect)] == ["kind", "target", "node"]

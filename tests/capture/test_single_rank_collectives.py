@@ -12,7 +12,7 @@ import torch.distributed._functional_collectives as functional
 import moefx
 
 from ..blocks import D, E, Loop, Mlp
-from ..models.case import gradients
+from ..models.case import run_and_differentiate
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_collectives_of_one_rank_are_rewritten(alone, kind):
     compiled = moefx.compile(model, example_inputs=(torch.randn(16, D, dtype=torch.float64),))
     for tokens in (1, 7, 40):
         x = torch.randn(tokens, D, dtype=torch.float64)
-        torch.testing.assert_close(*(gradients(m, m, x) for m in (compiled, model)))
+        torch.testing.assert_close(*(run_and_differentiate(m, m, x) for m in (compiled, model)))
     assert moefx.blocks(compiled)[0].fallbacks == 0
 
 
@@ -144,7 +144,7 @@ def test_pairs_of_gather_and_scatter_are_rewritten(alone, pair):
     compiled = moefx.compile(model, example_inputs=(torch.randn(16, D, dtype=torch.float64),))
     for tokens in (1, 40):
         x = torch.randn(tokens, D, dtype=torch.float64)
-        torch.testing.assert_close(*(gradients(m, m, x) for m in (compiled, model)))
+        torch.testing.assert_close(*(run_and_differentiate(m, m, x) for m in (compiled, model)))
 
 
 @pytest.mark.filterwarnings("ignore")

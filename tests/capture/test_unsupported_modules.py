@@ -68,8 +68,8 @@ def test_packed_layers_outside_of_the_block():
     for batch in (1, 3):
         x = torch.randn(batch, 9, D, dtype=torch.float64)
         weights = [p for p in model.parameters() if p.requires_grad]
-        ours, theirs = ([out := m(x), *torch.autograd.grad(out.sum(), weights)] for m in (compiled, model))
-        torch.testing.assert_close(ours, theirs)
+        actual, expected = ([out := m(x), *torch.autograd.grad(out.sum(), weights)] for m in (compiled, model))
+        torch.testing.assert_close(actual, expected)
 
 
 def test_packed_experts_are_refused():

@@ -205,6 +205,6 @@ def test_work_is_counted():
         with RecordingMode(Tape(), Scope(), work=work):
             for _ in range(times):
                 (a @ b).relu()
-    first, again, more = (work.seconds for work in counts)
-    assert first == again and more == pytest.approx(3 * first)
+    first, again, larger = (work.seconds for work in counts)
+    assert first == again and larger == pytest.approx(3 * first)
     assert first > 300e-12 * 2 * 200 * 300 * 200

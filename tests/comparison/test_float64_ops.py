@@ -94,37 +94,37 @@ class Block(nn.Module):
 def _compiled(shared, **plan):
     torch.manual_seed(0)
     model, x = Block(shared), torch.randn(40, 16)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         compiled = moefx.compile(model, example_inputs=(x,), plan=moefx.Plan(**plan))
     (block,) = moefx.explain(compiled).matched
-    return compiled, model, x, block, [str(w.message) for w in told]
+    return compiled, model, x, block, [str(w.message) for w in caught]
 
 
 @pytest.mark.parametrize("validation", ["auto", "numeric"])
 def test_grouped_mm_is_checked_in_float64(validation):
-    compiled, model, x, block, told = _compiled(nn.Identity(), validation=validation)
+    compiled, model, x, block, caught = _compiled(nn.Identity(), validation=validation)
     assert block.validation.startswith("agrees in ") and "compared in" not in block.validation
-    assert not [text for text in told if "numeric check" in text]
+    assert not [text for text in caught if "numeric check" in text]
     report = moefx.verify(compiled, model, (x,))
     assert report.ok and str(report).startswith("moefx.verify: passed\n")
 
 
 def test_an_op_without_float64_is_compared_in_its_own_precision():
-    compiled, model, x, block, told = _compiled(call_half_silu)
+    compiled, model, x, block, caught = _compiled(call_half_silu)
     assert block.validation.startswith("agrees in ")
     assert "not in float64 (RuntimeError: half_silu has no float64 kernel), compared in its own precision" in (
         block.validation
     )
-    assert not [text for text in told if "numeric check" in text]
+    assert not [text for text in caught if "numeric check" in text]
     report = moefx.verify(compiled, model, (x,))
     assert report.ok and "without a float64 truth" in str(report).splitlines()[0]
 
 
 def test_a_check_that_could_not_run_warns():
-    *_, block, told = _compiled(call_fake_only)
+    *_, block, caught = _compiled(call_fake_only)
     assert block.validation.startswith("could not run: ")
-    (text,) = [text for text in told if "without a numeric check" in text]
+    (text,) = [text for text in caught if "without a numeric check" in text]
     assert "fake_only has no kernel on this machine" in text and "moefx.verify" in text
 
 

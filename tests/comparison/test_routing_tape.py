@@ -191,10 +191,10 @@ def test_a_difference_beyond_rounding_is_kept_and_counted():
     x = scores(32, 8)
     moved = x.clone()
     moved[5] = moved[5].flip(0)
-    own = moved.topk(2, -1).indices
+    selected = moved.topk(2, -1).indices
     first, out, (row,) = align(lambda t: t.topk(2, -1), x, moved)
     assert row.imposed == 0 and row.beyond == 1 and row.identical == 31 / 32
-    assert torch.equal(out.indices, own) and not torch.equal(out.indices, first.indices)
+    assert torch.equal(out.indices, selected) and not torch.equal(out.indices, first.indices)
 
 
 def test_a_tie_that_is_broken_differently_is_a_difference():
@@ -204,11 +204,11 @@ def test_a_tie_that_is_broken_differently_is_a_difference():
         with RecordingMode(tape, scope):
             x.topk(2, -1)
         (decision,) = next(iter(tape.decisions.values()))
-        own = decision.results[0].clone()
-        decision.results = (own.flip(-1) + 1,)  # other experts of the tie
+        selected = decision.results[0].clone()
+        decision.results = (selected.flip(-1) + 1,)  # other experts of the tie
         mode = AlignMode(tape, scope, TOL)
         with mode:
-            assert torch.equal(x.topk(2, -1).indices, own)
+            assert torch.equal(x.topk(2, -1).indices, selected)
     assert mode.rows[0].beyond == 4 and mode.rows[0].imposed == 0
 
 

@@ -295,13 +295,13 @@ def test_other_interpretations_follow_an_error_of_the_program(monkeypatch):
     x = torch.zeros(2, 4, 32, 32)
     result, ran = prove(monkeypatch, [fail(FAILING_OP), PROOF], x)
     assert result is PROOF and [attempt.name for attempt in ran] == ["[B, S, P, 32]", "[B, 4, S, P]"]
-    every = len(list(interpret_arguments((x,), {}, ModelNumbers())))
-    result, ran = prove(monkeypatch, [fail(FAILING_OP), *[fail(ASSERTION)] * (every - 1)], x)
-    assert result is FAILING_OP and len(ran) == every > 3
-    result, ran = prove(monkeypatch, [fail(FAILING_OP), fail(NO), fail(CaptureError("no")), *[fail(OTHER)] * every], x)
-    assert result is NO and len(ran) == every
+    count = len(list(interpret_arguments((x,), {}, ModelNumbers())))
+    result, ran = prove(monkeypatch, [fail(FAILING_OP), *[fail(ASSERTION)] * (count - 1)], x)
+    assert result is FAILING_OP and len(ran) == count > 3
+    result, ran = prove(monkeypatch, [fail(FAILING_OP), fail(NO), fail(CaptureError("no")), *[fail(OTHER)] * count], x)
+    assert result is NO and len(ran) == count
     mixed = Refused("mixed", cause=Cause.MIXED_POSITIONS)
-    assert prove(monkeypatch, [fail(FAILING_OP), fail(NO), fail(mixed), *[fail(OTHER)] * every], x)[0] is mixed
+    assert prove(monkeypatch, [fail(FAILING_OP), fail(NO), fail(mixed), *[fail(OTHER)] * count], x)[0] is mixed
 
 
 def test_a_refusal_of_images_is_explained(monkeypatch):
@@ -358,7 +358,7 @@ def test_stand_ins_are_tried_in_order(holding, outcomes, result):
         return raise_error(outcome) if isinstance(outcome, Exception) else outcome
 
     def run():
-        return rewrite_with_objects(rewrite, (), {}, lambda every: EVERY if every else holding, ())
+        return rewrite_with_objects(rewrite, (), {}, lambda is_every: EVERY if is_every else holding, ())
 
     assert (catch(run) if isinstance(result, Exception) else run()) is result
     assert ran == list(outcomes)
@@ -370,4 +370,4 @@ def test_a_read_of_a_stand_in_refuses_its_proof():
     def rewrite(args, kwargs, skipped=None):
         return PROOF if skipped else raise_error(OTHER)
 
-    assert catch(rewrite_with_objects, rewrite, (), {}, lambda every: read, ()) is NO
+    assert catch(rewrite_with_objects, rewrite, (), {}, lambda is_every: read, ()) is NO

@@ -17,7 +17,7 @@ import torch.nn as nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moefx
-from tests.models.case import Case, Inputs, tensors
+from tests.models.case import Case, Inputs, list_tensors
 
 SHAPES = ((2, 12), (1, 40), (3, 7), (1, 1))  # batch, sequence; the first shape is the example's
 
@@ -29,7 +29,7 @@ class _SinglePrecision(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if any(t.dtype in (torch.float32, torch.bfloat16) for t in tensors(out)):
+        if any(t.dtype in (torch.float32, torch.bfloat16) for t in list_tensors(out)):
             self.seen = True
         return out
 
@@ -59,7 +59,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def assert_trees_close(label: str, expected: Any, actual: Any, tol: float) -> None:
-    expected, actual = tensors(expected), tensors(actual)
+    expected, actual = list_tensors(expected), list_tensors(actual)
     assert len(expected) == len(actual), f"{label}: {len(expected)} tensors became {len(actual)}"
     for i, (a, b) in enumerate(zip(expected, actual, strict=True)):
         try:
@@ -121,10 +121,10 @@ def train_step(case: Case, model: nn.Module, inputs: Inputs, lr: float = 0.1) ->
         for p in model.parameters():
             if p.grad is not None:
                 p -= lr * p.grad
-    changed_inputs = [t.detach() for t in tensors(inputs)]
+    changed_inputs = [t.detach() for t in list_tensors(inputs)]
     rng = torch.get_rng_state() if case.rng else torch.zeros(0)
     return {
-        "output": [t.detach() for t in tensors(output)],
+        "output": [t.detach() for t in list_tensors(output)],
         "loss": loss.detach(),
         "input gradient": grads,
         "input after": changed_inputs,
@@ -253,7 +253,7 @@ def check_router_hooks(case: Case, reference: nn.Module, compiled: nn.Module, in
     def record(model: nn.Module, chosen: list[str]) -> list[tuple[str, list[torch.Tensor]]]:
         seen, handles, modules = [], [], dict(model.named_modules())
         for name in chosen:
-            hook = lambda m, args, out, name=name: seen.append((name, tensors(out)))  # noqa: E731
+            hook = lambda m, args, out, name=name: seen.append((name, list_tensors(out)))  # noqa: E731
             handles.append(modules[name].register_forward_hook(hook))
         torch.manual_seed(5)
         with torch.no_grad():

@@ -15,7 +15,7 @@ import moefx
 
 from .. import blocks
 from ..blocks import D, Loop, Mlp
-from ..models.case import gradients
+from ..models.case import run_and_differentiate
 
 
 class Block(blocks.Block):
@@ -87,7 +87,7 @@ def test_equals_the_original_on_every_side(name):
     model = Block(fn).double()
     compiled = moefx.compile(copy.deepcopy(model), example_inputs=inputs[:1])
     for x in inputs:
-        torch.testing.assert_close(gradients(compiled, compiled, x), gradients(model, model, x))
+        torch.testing.assert_close(run_and_differentiate(compiled, compiled, x), run_and_differentiate(model, model, x))
     (matched,) = moefx.explain(compiled).matched
     assert matched.calls[0] and not matched.calls[1]
 
@@ -101,7 +101,7 @@ def test_follows_the_size_that_a_refusal_names():
     assert size is not None
     compiled = moefx.compile(copy.deepcopy(model), example_inputs=draw_rows(int(size[1])))
     for x in draw_rows(int(size[1]), 16):
-        torch.testing.assert_close(gradients(compiled, compiled, x), gradients(model, model, x))
+        torch.testing.assert_close(run_and_differentiate(compiled, compiled, x), run_and_differentiate(model, model, x))
 
 
 def test_refuses_thousands_of_comparisons_at_once():
@@ -146,7 +146,7 @@ def test_captures_few_and_many_tokens_on_the_examples_side(name):
     model = Batched(CHANGES[name]).double()
     compiled = moefx.compile(copy.deepcopy(model), example_inputs=draw_sequences((4, 6)))
     for x in draw_sequences((2, 1), (2, 2), (4, 6), (5, 9), (4, 60), (8, 40)):
-        torch.testing.assert_close(gradients(compiled, compiled, x), gradients(model, model, x))
+        torch.testing.assert_close(run_and_differentiate(compiled, compiled, x), run_and_differentiate(model, model, x))
 
 
 def halve_single(block, x, t, k, w, ids, e):
@@ -254,7 +254,9 @@ def test_accepts_a_condition_of_one_sequence():
     )
     compiled = moefx.compile(copy.deepcopy(model), example_inputs=(x, c))
     for call in [(x, c), *others]:
-        torch.testing.assert_close(gradients(compiled, compiled, *call), gradients(model, model, *call))
+        torch.testing.assert_close(
+            run_and_differentiate(compiled, compiled, *call), run_and_differentiate(model, model, *call)
+        )
     (matched,) = moefx.explain(compiled).matched
     assert matched.calls[0] and not matched.calls[1]
 
@@ -299,7 +301,7 @@ def test_skips_idle_experts_among_few(name, num_experts, k):
     inputs = draw_rows(12, 1, 2, 50)
     compiled = moefx.compile(copy.deepcopy(model), example_inputs=inputs[:1])
     for x in inputs:
-        torch.testing.assert_close(gradients(compiled, compiled, x), gradients(model, model, x))
+        torch.testing.assert_close(run_and_differentiate(compiled, compiled, x), run_and_differentiate(model, model, x))
 
 
 @pytest.mark.sampled(1)
@@ -314,7 +316,7 @@ def test_follows_the_remedy_for_rows(name):
     model = Counting(lambda count, start, end, rows: rows.shape[0] == 0, 2, 2).double()
     compiled = moefx.compile(copy.deepcopy(model), example_inputs=draw_rows(12))
     x = draw_rows(9)[0]
-    torch.testing.assert_close(gradients(compiled, compiled, x), gradients(model, model, x))
+    torch.testing.assert_close(run_and_differentiate(compiled, compiled, x), run_and_differentiate(model, model, x))
 
 
 @pytest.mark.parametrize("skips", [lambda count, *_: count.item() <= 1, lambda count, *_: count < 2])

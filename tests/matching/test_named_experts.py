@@ -10,7 +10,7 @@ from torch import nn
 import moefx
 
 from ..blocks import D, Gated, H, Mlp
-from ..models.case import gradients
+from ..models.case import run_and_differentiate
 
 
 def write_outputs(x, *pairs):
@@ -121,7 +121,7 @@ def test_experts_that_are_named_in_python_are_rewritten(case):
     model = make().double()
     compiled = moefx.compile(model, example_inputs=calls[0])
     for args in calls:
-        torch.testing.assert_close(*(gradients(m, m, *args) for m in (compiled, model)))
+        torch.testing.assert_close(*(run_and_differentiate(m, m, *args) for m in (compiled, model)))
     assert moefx.blocks(compiled)[0].fallbacks == 0
 
 
@@ -142,7 +142,7 @@ def test_types_that_the_example_lacks():
     compiled = moefx.compile(model, example_inputs=(draw_rows(9), draw_types(9)))
     for most in (2, 5):
         args = draw_rows(40), draw_types(40, most)
-        torch.testing.assert_close(*(gradients(m, m, *args) for m in (compiled, model)))
+        torch.testing.assert_close(*(run_and_differentiate(m, m, *args) for m in (compiled, model)))
 
 
 class OwnMasks(nn.Module):
@@ -171,7 +171,7 @@ def test_a_mask_for_each_expert():
         moefx.compile(OwnMasks(write_outputs).double(), example_inputs=args)
     model = OwnMasks(write_stacked).double()
     compiled = moefx.compile(model, example_inputs=args)
-    torch.testing.assert_close(*(gradients(m, m, *args) for m in (compiled, model)))
+    torch.testing.assert_close(*(run_and_differentiate(m, m, *args) for m in (compiled, model)))
 
 
 class Merged(nn.Module):

@@ -9,7 +9,7 @@ from torch import nn
 import moefx
 
 from ..blocks import D, Loop, Mlp
-from ..models.case import gradients
+from ..models.case import run_and_differentiate
 
 
 def draw_sequences(batch, steps):
@@ -62,7 +62,7 @@ def test_recurrences_stay_whole(case):
     assert "recurrence" in str(moefx.graph(compiled, ""))
     for batch, steps in ((1, 7), (4, 1), (3, 30)):
         x = draw_sequences(batch, steps)
-        torch.testing.assert_close(*(gradients(m, m, x) for m in (compiled, model)))
+        torch.testing.assert_close(*(run_and_differentiate(m, m, x) for m in (compiled, model)))
     assert moefx.blocks(compiled)[0].fallbacks == 0
 
 
@@ -74,7 +74,7 @@ def test_dropout_between_layers_draws_the_same():
     results = []
     for m in (compiled, model):
         torch.manual_seed(1)
-        results.append((gradients(m, m, x), torch.rand(1)))
+        results.append((run_and_differentiate(m, m, x), torch.rand(1)))
     torch.testing.assert_close(*results)
 
 
@@ -107,7 +107,7 @@ def test_a_loop_over_steps():
     compiled = moefx.compile(model, example_inputs=(x,))
     for steps in (2, 9):
         x = draw_sequences(2, steps)
-        torch.testing.assert_close(*(gradients(m, m, x) for m in (compiled, model)))
+        torch.testing.assert_close(*(run_and_differentiate(m, m, x) for m in (compiled, model)))
 
 
 class Scaled(Loop):
@@ -128,4 +128,4 @@ def test_parameters_in_a_list():
         moefx.compile(Scaled(list).double(), example_inputs=(x,))
     model = Scaled(nn.ParameterList).double()
     compiled = moefx.compile(model, example_inputs=(x,))
-    torch.testing.assert_close(*(gradients(m, m, x) for m in (compiled, model)))
+    torch.testing.assert_close(*(run_and_differentiate(m, m, x) for m in (compiled, model)))

@@ -11,7 +11,7 @@ import moefx
 from moefx.errors import NoMoEBlockFound
 
 from ..blocks import D, E, H, Loop, Mlp
-from ..models.case import gradients
+from ..models.case import run_and_differentiate
 
 C = 5
 
@@ -128,7 +128,7 @@ def check(fn):
     compiled = moefx.compile(model, example_inputs=make_example(6, 9))
     for shape in ((3, 5), (1, 4), (5, 1), (20, 2)):
         x, c = make_example(*shape)
-        actual, expected = (gradients(m, m, x, c) for m in (compiled, model))
+        actual, expected = (run_and_differentiate(m, m, x, c) for m in (compiled, model))
         torch.testing.assert_close(actual, expected)
     return moefx.blocks(compiled)[0]
 
@@ -159,7 +159,7 @@ def test_a_selection_input_per_sequence():
     compiled = moefx.compile(model, example_inputs=(make_example(6, 9)[0], torch.randint(0, 1000, (6,))))
     for shape in ((3, 5), (1, 4), (5, 1)):
         x, t = make_example(*shape)[0], torch.randint(0, 1000, shape[:1])
-        actual, expected = (gradients(m, m, x, t) for m in (compiled, model))
+        actual, expected = (run_and_differentiate(m, m, x, t) for m in (compiled, model))
         torch.testing.assert_close(actual, expected)
     assert moefx.blocks(compiled)[0].fallbacks == 0
 
@@ -203,5 +203,5 @@ def test_sequences_of_a_fixed_length(shape):
     compiled = moefx.compile(model, example_inputs=(make_example(4, 7)[0],))
     for batch in (1, 4, 20):
         x = make_example(batch, 7)[0]
-        torch.testing.assert_close(*(gradients(m, m, x) for m in (compiled, model)))
+        torch.testing.assert_close(*(run_and_differentiate(m, m, x) for m in (compiled, model)))
     assert moefx.blocks(compiled)[0].fallbacks == 0

@@ -9,7 +9,7 @@ from torch import nn
 import moefx
 
 from ..blocks import D, E, K, Mlp
-from ..models.case import gradients
+from ..models.case import run_and_differentiate
 
 
 class Gate(nn.Module):
@@ -81,5 +81,5 @@ def test_refused_with_a_remedy_that_is_followed(together):
         moefx.compile(InOne(TOGETHER[together]).double(), example_inputs=(x,))
     model = Apart(TOGETHER[together]).double()
     compiled = moefx.compile(model, example_inputs=(x,))
-    torch.testing.assert_close(*(gradients(m, m, x) for m in (compiled, model)))
+    torch.testing.assert_close(*(run_and_differentiate(m, m, x) for m in (compiled, model)))
     assert all(block.fallbacks == 0 for block in moefx.blocks(compiled))

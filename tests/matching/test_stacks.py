@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import moefx
-from tests.models.case import gradients
+from tests.models.case import run_and_differentiate
 
 from ..blocks import D, E, H, K
 
@@ -109,7 +109,7 @@ def check(model: nn.Module) -> moefx.Block:
     for tokens in (1, 2, 9, 80):
         x = torch.randn(tokens, D, dtype=torch.float64)
         x[tokens // 2 :: 4] = 0  # all scores tie
-        torch.testing.assert_close(gradients(compiled, compiled, x), gradients(model, model, x))
+        torch.testing.assert_close(run_and_differentiate(compiled, compiled, x), run_and_differentiate(model, model, x))
     (block,) = moefx.blocks(compiled)
     assert not block.fallbacks and block.graph.find("moefx::expert_mlp")
     return block

@@ -10,7 +10,7 @@ from torch import nn
 import moefx
 
 from ..blocks import D, E, H, Loop, Mlp
-from ..models.case import gradients
+from ..models.case import run_and_differentiate
 
 V = 30
 
@@ -143,6 +143,8 @@ def test_blocks_of_token_ids_are_rewritten(kind):
     for shape in ((2, 9), (3, 5), (1, 1)):
         ids = torch.randint(0, V, shape)
         x = torch.zeros(())  # its gradient is zero in both
-        actual, expected = ([*gradients(m, lambda _, ids, m=m: m(ids) + 0 * _, x, ids)] for m in (compiled, model))
+        actual, expected = (
+            [*run_and_differentiate(m, lambda _, ids, m=m: m(ids) + 0 * _, x, ids)] for m in (compiled, model)
+        )
         torch.testing.assert_close(actual, expected)
     assert moefx.blocks(compiled)[0].fallbacks == 0

@@ -280,10 +280,10 @@ COMBINED = """
 
 
 def _replace(base: str, **edits: tuple[str, str] | tuple[str, str, str]) -> list[Mutation]:
-    made = []
+    mutations = []
     for name, (old, new, *same) in edits.items():
-        made.append(Mutation(name, base=base, old=old, code=new, same=same[0] if same else ""))
-    return made
+        mutations.append(Mutation(name, base=base, old=old, code=new, same=same[0] if same else ""))
+    return mutations
 
 
 DROPS = _replace(

@@ -29,10 +29,10 @@ def test_modules_are_new_and_tensors_are_shared(model):
     model.layers[0].register_buffer("counter", torch.zeros(2), persistent=False)
     duplicate, copies = copy_model(model)
     assert type(duplicate) is Model and list(duplicate.state_dict()) == list(model.state_dict())
-    ours, theirs = dict(duplicate.named_modules()), dict(model.named_modules())
-    assert ours.keys() == theirs.keys()
-    assert all(ours[name] is copies[module] is not module for name, module in theirs.items())
-    assert len(copies) == len(theirs)
+    copied, originals = dict(duplicate.named_modules()), dict(model.named_modules())
+    assert copied.keys() == originals.keys()
+    assert all(copied[name] is copies[module] is not module for name, module in originals.items())
+    assert len(copies) == len(originals)
     assert all(tensors(duplicate)[name] is tensor for name, tensor in tensors(model).items())
     x = torch.randn(3, D)
     torch.testing.assert_close(duplicate(x), model(x))
@@ -68,13 +68,13 @@ def test_references_to_the_model_become_references_to_the_copy(model):
     inner.table = {"self": [inner]}
     model.layers[1].forward = make_forward(model.layers[1])
     duplicate, copies = copy_model(model)
-    ours = duplicate.layers[0]
-    assert ours.bound.__self__ is duplicate and ours.partial.args == (ours,) and ours.table["self"][0] is ours
+    copied = duplicate.layers[0]
+    assert copied.bound.__self__ is duplicate and copied.partial.args == (copied,) and copied.table["self"][0] is copied
     _, block = duplicate.layers[1](torch.randn(2, D))
     assert block is duplicate.layers[1] is copies[model.layers[1]]
-    ours(torch.randn(2, D))
+    copied(torch.randn(2, D))
     inner(torch.randn(2, D))
-    assert seen == [ours, inner]
+    assert seen == [copied, inner]
 
 
 def test_recursive_and_empty_closures():

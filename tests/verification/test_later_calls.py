@@ -123,11 +123,11 @@ def test_the_report_lists_the_calls_and_the_modes():
     assert report.covered[0] == "call 2: 36 tokens, in another order, rows apart, forward alone"
     assert "transposed" in report.covered[1] and report.covered[-3:] == tuple(f"mode {mode}" for mode in modes)
     cases = " ".join(row.case for row in report.rows)
-    assert all(what.partition(";")[0].removeprefix("mode ") in cases for what in report.covered)
-    assert all(f"also compared: {what}" in str(report) for what in report.covered)
+    assert all(label.partition(";")[0].removeprefix("mode ") in cases for label in report.covered)
+    assert all(f"also compared: {label}" in str(report) for label in report.covered)
     assert "a second backward" in str(report)
     report = verify(compiled, original, (IDS,), routings=False, token_counts=(50,))
-    assert [what.split(", ")[0] for what in report.covered] == ["call 2: 36 tokens", "call 3: 50 tokens"]
+    assert [label.split(", ")[0] for label in report.covered] == ["call 2: 36 tokens", "call 3: 50 tokens"]
 
 
 def test_the_counts_have_all_remainders_up_to_seven():
@@ -162,7 +162,7 @@ def test_sizes_that_the_model_fixes_stay():
     torch.manual_seed(0)
     original = FixedLength()
     report = verify(moefx.compile(original, example_inputs=(IDS,)), original, (IDS,), routings=False)
-    counts = [int(what.split()[2]) for what in report.covered]
+    counts = [int(label.split()[2]) for label in report.covered]
     assert report.ok and len(set(counts)) > 3 and all(n % 18 == 0 for n in counts), str(report)
 
 

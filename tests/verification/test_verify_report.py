@@ -61,7 +61,7 @@ def test_several_inputs_and_seeds_and_a_loss():
     report = verify(compiled, original, inputs, seeds=(0, 1))
     assert report.ok, str(report)
     cases = {row.case for row in report.rows if row.case and not row.block}
-    later = {f"inputs 0, seed 0, {what}" for what in report.covered}
+    later = {f"inputs 0, seed 0, {label}" for label in report.covered}
     assert cases == {f"inputs {i}, seed {s}" for i in range(3) for s in range(2)} | later
     report = verify(compiled, original, {"ids": IDS, "labels": IDS}, loss=lambda out: out["loss"])
     assert report.ok and ("", "output", "loss") in {(r.block, r.kind, r.name) for r in report.rows}

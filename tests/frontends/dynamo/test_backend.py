@@ -23,7 +23,7 @@ from moefx.capture.capture_result import Capture
 from moefx.errors import InvalidPlan
 from moefx.frontends.dynamo import backend
 from moefx.frontends.fx import proof_cache
-from tests.models.case import gradients
+from tests.models.case import run_and_differentiate
 from tests.mutants import bases
 
 from .models import IDIOMS, D, E, H, Model, SparseGates, model
@@ -42,7 +42,11 @@ def compiled(module: nn.Module, dynamic: bool | None = None, **options) -> nn.Mo
 
 def check_equal(reference: nn.Module, module: nn.Module, call, x: torch.Tensor) -> None:
     """Check results against float64: at most twice the error of the original, in half precision three times."""
-    exact, expected, actual = _truth(reference, x), gradients(reference, reference, x), gradients(module, call, x)
+    exact, expected, actual = (
+        _truth(reference, x),
+        run_and_differentiate(reference, reference, x),
+        run_and_differentiate(module, call, x),
+    )
     times, tolerance = (3, 1e-2) if x.dtype == torch.bfloat16 else (2, 1e-10)
     for a, b, c in zip(actual, expected, exact, strict=True):
         bound = times * (b - c).abs().max() + tolerance / 10 * c.abs().max().clamp_min(1.0)
@@ -60,7 +64,7 @@ def _truth(reference: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     torch.nn.functional.grouped_mm = grouped
     try:
         exact = copy.deepcopy(reference).double()
-        return gradients(exact, exact, x.double())
+        return run_and_differentiate(exact, exact, x.double())
     finally:
         torch.nn.functional.grouped_mm = original
 

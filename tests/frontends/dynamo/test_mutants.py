@@ -12,7 +12,7 @@ import torch
 import moefx
 from moefx.frontends.dynamo import backend
 from moefx.frontends.fx import proof_cache
-from tests.models.case import gradients
+from tests.models.case import run_and_differentiate
 from tests.mutants import bases, run
 from tests.mutants.mutant import Mutant
 
@@ -67,7 +67,7 @@ def check_graph(mutant: Mutant, is_decomposed: bool) -> bool:
                     buffer.detach_()
                 torch.manual_seed(seed)
                 try:
-                    results.append(gradients(gm, call, *case.fresh(2, 9, seed)))
+                    results.append(run_and_differentiate(gm, call, *case.fresh(2, 9, seed)))
                 except RuntimeError:
                     if call is out and results[0] is not None:
                         raise

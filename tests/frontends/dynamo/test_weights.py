@@ -10,7 +10,7 @@ from torch import nn
 
 import moefx
 from moefx.frontends.dynamo.backend import backend
-from tests.models.case import gradients
+from tests.models.case import run_and_differentiate
 
 D, E, H = 8, 4, 12
 
@@ -42,10 +42,12 @@ def made_without_grad(up, e):
     "up", [lambda up, e: up.detach()[e], lambda up, e: up[e].detach() if e == 1 else up[e], made_without_grad]
 )
 def test_without_gradient(up):
-    """Leave gradients as None if there is none; `gradients` distinguishes None from zeros."""
+    """Leave gradients as None if there is none; `run_and_differentiate` distinguishes None from zeros."""
     compiled_model, x = Mixture(up), torch.randn(2, 9, D, dtype=torch.float64)
     reference = copy.deepcopy(compiled_model)
     call = torch.compile(compiled_model, backend=backend, options={"backend": "aot_eager", "validation": "symbolic"})
-    for got, expected in zip(gradients(compiled_model, call, x), gradients(reference, reference, x), strict=True):
+    for got, expected in zip(
+        run_and_differentiate(compiled_model, call, x), run_and_differentiate(reference, reference, x), strict=True
+    ):
         torch.testing.assert_close(got, expected)
     assert len(moefx.blocks(call)) == 1
