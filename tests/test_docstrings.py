@@ -1,6 +1,7 @@
-"""Docstrings are wrapped at 120 columns: no line of a few words stands in the middle of a sentence.
+"""Docstrings are wrapped at 120 columns: no line of a few words is in the middle of a sentence.
 
-Prose names code that exists: renaming a name everywhere must not put it in the place of a plain word.
+Prose names code that exists: a rename must not replace a plain word. Docstrings of tests are sentences: they start with
+a verb or a subject.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ FOLDERS = ("moefx", "tests", "benchmarks", "examples")
 _MIN_FULL = 90  # columns: a line of running text
 _MAX_SHORT = 40  # characters
 _NAME_AMONG_WORDS = re.compile(r"\b[a-z]+\s+([a-z]+(?:_[a-z0-9]+)+)(?=\s+[a-z])")
+_FRAGMENT = re.compile(r"(?:What|Of|Where|Said|As|By|So|That|Those|Which|How)\b")  # first words of fragments
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def docstrings(code: str) -> Iterator[tuple[int, list[str]]]:
-    """Each docstring as lines, with the number of its first one."""
+def find_docstrings(code: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the lines of each docstring, with the number of the first one."""
     lines = code.splitlines()
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
@@ -30,8 +32,8 @@ def docstrings(code: str) -> Iterator[tuple[int, list[str]]]:
             yield text.lineno, lines[text.lineno - 1 : text.end_lineno]
 
 
-def orphans(lines: list[str]) -> Iterator[int]:
-    """The indices of short lines below a full one, in a sentence that the next line continues."""
+def find_orphans(lines: list[str]) -> Iterator[int]:
+    """Yield the indices of short lines below a full one, in a sentence that the next line continues."""
     for number, (above, line, below) in enumerate(zip(lines, lines[1:], lines[2:], strict=False), start=1):
         words, after = line.strip(), below.strip().removesuffix('"""')
         goes_on = words and after and not re.search(r"[.:;!?|]$", words) and _indent(line) == _indent(below)
@@ -39,14 +41,14 @@ def orphans(lines: list[str]) -> Iterator[int]:
             yield number
 
 
-def double_blanks(lines: list[str]) -> Iterator[int]:
-    """The indices of blank lines above blank ones."""
+def find_double_blanks(lines: list[str]) -> Iterator[int]:
+    """Return the indices of blank lines above blank ones."""
     return (i for i, (above, below) in enumerate(itertools.pairwise(lines)) if not above.strip() and not below.strip())
 
 
-def stray_names(code: str, known: Container[str] = ()) -> Iterator[tuple[int, str]]:
-    """Names between words of a docstring or comment, outside of backticks, that neither `code` nor `known` has."""
-    docs = {first for first, _ in docstrings(code)}
+def find_stray_names(code: str, known: Container[str] = ()) -> Iterator[tuple[int, str]]:
+    """Yield names between words of docstrings and comments, outside backticks, that `code` and `known` lack."""
+    docs = {first for first, _ in find_docstrings(code)}
     text, names = [], set()
     for token in tokenize.generate_tokens(io.StringIO(code).readline):
         if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and token.start[0] in docs):
@@ -60,6 +62,14 @@ def stray_names(code: str, known: Container[str] = ()) -> Iterator[tuple[int, st
                 yield token.start[0] + prose.count("\n", 0, found.start(1)), found[1]
 
 
+def find_fragments(code: str) -> Iterator[tuple[int, str]]:
+    """Yield the first line of each docstring that starts like a fragment, with its number."""
+    for first, lines in find_docstrings(code):
+        text = lines[0].strip().lstrip('rR"')
+        if _FRAGMENT.match(text):
+            yield first, text
+
+
 def _indent(line: str) -> int:
     return len(line) - len(line.lstrip())
 
@@ -69,8 +79,8 @@ def test_paragraphs_are_filled():
         f"{path.relative_to(ROOT)}:{first + number}: {lines[number].strip()}"
         for folder in FOLDERS
         for path in sorted((ROOT / folder).rglob("*.py"))
-        for first, lines in docstrings(path.read_text(encoding="utf-8"))
-        for number in {*orphans(lines), *double_blanks(lines)}
+        for first, lines in find_docstrings(path.read_text(encoding="utf-8"))
+        for number in {*find_orphans(lines), *find_double_blanks(lines)}
     ]
     assert not found, "\n".join(found)
 
@@ -81,24 +91,39 @@ def test_prose_has_no_stray_names():
     found = [
         f"{path.relative_to(ROOT)}:{line}: {name}: put it in backticks, or write a word"
         for path in paths
-        for line, name in stray_names(path.read_text(encoding="utf-8"), modules)
+        for line, name in find_stray_names(path.read_text(encoding="utf-8"), modules)
     ]
     assert not found, "\n".join(found)
 
 
+def test_docstrings_of_tests_are_sentences():
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {text}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for line, text in find_fragments(path.read_text(encoding="utf-8"))
+    ]
+    assert not found, "start with a verb or a subject:\n" + "\n".join(found)
+
+
+def test_fragments_are_seen():
+    assert [*find_fragments('"""What a block returns."""')] == [(1, 'What a block returns."""')]
+    assert [line for line, _ in find_fragments('def f():\n    """As in transformers."""')] == [2]
+    assert not [*find_fragments('"""Assert that outputs are equal. What follows is free."""')]
+
+
 def test_stray_names_are_seen():
     code = '"""Invent values if the\n\nblock extra_values a float."""\n'
-    assert [*stray_names(code)] == [(3, "extra_values")]
-    assert [*stray_names("# the block extra_values a float\nx = 1\n")] == [(1, "extra_values")]
-    assert not [*stray_names(code + "extra_values = 1\n")]
-    assert not [*stray_names(code, {"extra_values"})]
-    assert not [*stray_names('"""The block returns `extra_values` of a float."""\n')]
+    assert [*find_stray_names(code)] == [(3, "extra_values")]
+    assert [*find_stray_names("# the block extra_values a float\nx = 1\n")] == [(1, "extra_values")]
+    assert not [*find_stray_names(code + "extra_values = 1\n")]
+    assert not [*find_stray_names(code, {"extra_values"})]
+    assert not [*find_stray_names('"""The block returns `extra_values` of a float."""\n')]
 
 
 def test_faults_are_seen():
     full = "    Every path from the selection passes the first tensor of rows, and so does a path to the exit, if the"
-    assert [*orphans([full, "    path", "    contains a product."])] == [1]
-    assert not [*orphans([full, "    path.", "    It contains a product."])]  # a list, or the end of a paragraph
-    assert not [*orphans([full, "    path", "", "    Args:"])]
-    assert not [*orphans(["    token = torch.where(chosen == e)[0]", "    if len(token)", "    and e"])]
-    assert [*double_blanks(["Return it.", "", "", "Raises:"])] == [1]
+    assert [*find_orphans([full, "    path", "    contains a product."])] == [1]
+    assert not [*find_orphans([full, "    path.", "    It contains a product."])]  # a list, or the end of a paragraph
+    assert not [*find_orphans([full, "    path", "", "    Args:"])]
+    assert not [*find_orphans(["    token = torch.where(chosen == e)[0]", "    if len(token)", "    and e"])]
+    assert [*find_double_blanks(["Return it.", "", "", "Raises:"])] == [1]

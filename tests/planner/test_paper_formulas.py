@@ -33,7 +33,7 @@ class TestPiper:
         assert first["M_1f1b"] - last["M_1f1b"] == pytest.approx(first["Delta_M"])
 
     def test_the_first_stage_holds_pp_times_the_last(self):
-        """By equation 4 the first stage holds PP times as much. The text below equation 5 has PP - 1 times."""
+        """The first stage holds PP times as much by equation 4; the text below equation 5 has PP - 1 times."""
         states = 32 / 8 * (64 * 5120**2 + 48 * 16 / 8 * 5120 * 20480)
         first, last = (evaluate_piper(EP=8, PP=8, M=16, i=i)["M_1f1b"] - states for i in (0, 7))
         assert first == pytest.approx(8 * last)
