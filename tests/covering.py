@@ -26,7 +26,7 @@ def covering(*axes: Mapping[str, Any], of: int) -> list:
         left -= met[best]
     return [
         pytest.param(
-            *(value for name, axis in zip(point, axes, strict=True) for value in _several(axis[name])),
+            *(value for name, axis in zip(point, axes, strict=True) for value in _as_tuple(axis[name])),
             id="-".join(point),
             marks=[] if point in sample else [pytest.mark.exhaustive],
         )
@@ -34,5 +34,5 @@ def covering(*axes: Mapping[str, Any], of: int) -> list:
     ]
 
 
-def _several(value: Any) -> tuple:
+def _as_tuple(value: Any) -> tuple:
     return value if isinstance(value, tuple) else (value,)

@@ -12,16 +12,16 @@ USUAL = 0.06  # seconds of the loop on a usual core
 @contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
     """Fail if the block takes longer than `seconds` on a usual core; a slower core gets proportionally more time."""
-    before, begin = _loop(), time.process_time()
+    before, begin = _time_loop(), time.process_time()
     yield
     seconds_used = time.process_time() - begin
-    slower = max(1.0, before / USUAL, _loop() / USUAL)
+    slower = max(1.0, before / USUAL, _time_loop() / USUAL)
     assert seconds_used < seconds * slower, (
         f"took {seconds_used:.1f} s, expected {seconds} s times {slower:.1f}, the slowdown of this core"
     )
 
 
-def _loop() -> float:
+def _time_loop() -> float:
     begin = time.process_time()
     sum(i * i % 7 for i in range(1_000_000))
     return time.process_time() - begin

@@ -35,16 +35,16 @@ def find_private_names(
         of_operators: whether a literal is the name of an operator.
     """
     trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in sorted(package.rglob("*.py"))}
-    defined = _OF_NAMEDTUPLE.union(*map(_definitions, trees.values()))
+    defined = _OF_NAMEDTUPLE.union(*map(_collect_definitions, trees.values()))
     paths: Uses = {}
     attributes: Uses = {}
     for file, tree in trees.items():
         shown = file.relative_to(package.parent)
         for node, known in _nodes_with_names(tree, {}):
-            for path in _imports(node).values() if isinstance(node, ast.ImportFrom) else [_path(node, known)]:
+            for path in _list_imports(node).values() if isinstance(node, ast.ImportFrom) else [_find_path(node, known)]:
                 if path.partition(".")[0] in _LIBRARIES and is_private(path):
                     paths[path] = f"{shown}:{node.lineno}"
-            name = _name_without_path(node, known)
+            name = _find_name_without_path(node, known)
             if not name or not is_private(name):
                 continue
             is_literal = isinstance(node, ast.Constant)
@@ -55,21 +55,21 @@ def find_private_names(
 
 def _nodes_with_names(scope: ast.AST, outer: Mapping[str, str]) -> Iterator[tuple[Any, Mapping[str, str]]]:
     """Yield the nodes of a scope and its inner functions, each with the paths of the names in its scope."""
-    nodes = _nodes_of(scope)
-    known = {**outer, **{name: "" for name in _parameters(scope)}}
+    nodes = _list_nodes(scope)
+    known = {**outer, **{name: "" for name in _list_parameters(scope)}}
     for node in nodes:
-        known |= _imports(node)
+        known |= _list_imports(node)
     for node in nodes:
         if isinstance(node, ast.Assign):
             for target in node.targets:
-                known |= {name: _path(value, known) for name, value in _pairs(target, node.value)}
+                known |= {name: _find_path(value, known) for name, value in _pair_targets(target, node.value)}
     for node in nodes:
         yield node, known
         if isinstance(node, _Function):
             yield from _nodes_with_names(node, known)
 
 
-def _nodes_of(scope: ast.AST) -> list[ast.AST]:
+def _list_nodes(scope: ast.AST) -> list[ast.AST]:
     """List the nodes of a module or function that may contain names, except those of inner functions."""
     found, left = [], list(ast.iter_child_nodes(scope))[::-1]
     while left:
@@ -82,11 +82,11 @@ def _nodes_of(scope: ast.AST) -> list[ast.AST]:
     return found
 
 
-def _parameters(scope: ast.AST) -> list[str]:
+def _list_parameters(scope: ast.AST) -> list[str]:
     return [a.arg for a in ast.walk(scope.args) if isinstance(a, ast.arg)] if isinstance(scope, _Function) else []
 
 
-def _imports(node: ast.AST) -> dict[str, str]:
+def _list_imports(node: ast.AST) -> dict[str, str]:
     """Return the full path of each name that an import binds, "" for relative imports."""
     if isinstance(node, ast.Import):
         return {a.asname: a.name for a in node.names if a.asname} | {
@@ -97,24 +97,24 @@ def _imports(node: ast.AST) -> dict[str, str]:
     return {}
 
 
-def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
+def _pair_targets(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
     if isinstance(target, ast.Name):
         yield target.id, value
     elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
         for one, its in zip(target.elts, value.elts, strict=False):
-            yield from _pairs(one, its)
+            yield from _pair_targets(one, its)
 
 
-def _path(node: ast.AST, known: Mapping[str, str]) -> str:
+def _find_path(node: ast.AST, known: Mapping[str, str]) -> str:
     """Return the dotted path that an expression names, or ""."""
     if isinstance(node, ast.Name):
         return known.get(node.id, "")
-    owner, name = (node.value, node.attr) if isinstance(node, ast.Attribute) else _literal_of_call(node)
-    path = _path(owner, known) if owner is not None and name else ""
+    owner, name = (node.value, node.attr) if isinstance(node, ast.Attribute) else _read_literal_of_call(node)
+    path = _find_path(owner, known) if owner is not None and name else ""
     return f"{path}.{name}" if path else ""
 
 
-def _literal_of_call(node: ast.AST) -> tuple[ast.expr | None, str]:
+def _read_literal_of_call(node: ast.AST) -> tuple[ast.expr | None, str]:
     """Return the object and the name in calls of `getattr(object, "name")` and similar functions."""
     if not isinstance(node, ast.Call):
         return None, ""
@@ -125,7 +125,7 @@ def _literal_of_call(node: ast.AST) -> tuple[ast.expr | None, str]:
     return node.args[0], literals[0]
 
 
-def _name_without_path(node: ast.AST, known: Mapping[str, str]) -> str:
+def _find_name_without_path(node: ast.AST, known: Mapping[str, str]) -> str:
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) and node.value.isidentifier() else ""
     if isinstance(node, ast.Attribute):
@@ -134,10 +134,10 @@ def _name_without_path(node: ast.AST, known: Mapping[str, str]) -> str:
             root = root.value
         # a path of another library, such as sys._getframe
         return "" if isinstance(root, ast.Name) and known.get(root.id) else node.attr
-    return "" if _path(node, known) else _literal_of_call(node)[1].rpartition(".")[2]
+    return "" if _find_path(node, known) else _read_literal_of_call(node)[1].rpartition(".")[2]
 
 
-def _definitions(tree: ast.AST) -> set[str]:
+def _collect_definitions(tree: ast.AST) -> set[str]:
     """Collect the names that a file defines: functions, classes, variables, parameters and attributes of `self`."""
     found = set()
     for node in ast.walk(tree):

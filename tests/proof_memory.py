@@ -51,7 +51,7 @@ def rewrite_once(
     globals of their classes and the types of all arguments are equal.
     """
     before = frozenset(read)
-    key, names = _key_of(module, call, candidates, plan), find_globals(module)
+    key, names = _make_key(module, call, candidates, plan), find_globals(module)
     proof = next((p for p in _PROOFS.get(key, ()) if _holds_for(p, module, names)), None)
     read.clear()  # remove the attributes that the comparison read
     read |= before
@@ -96,7 +96,7 @@ def _holds_for(proof: _Proof, module: nn.Module, names: dict[AttributeLocation, 
     return is_same(names, proof.globals) and all(is_same(value, other) for value, other in attributes)
 
 
-def _key_of(module: nn.Module, call: SurveyedCall, candidates: BlockCandidates, plan: moefx.Plan) -> tuple | None:
+def _make_key(module: nn.Module, call: SurveyedCall, candidates: BlockCandidates, plan: moefx.Plan) -> tuple | None:
     """Return the inputs of a proof besides attributes and globals, or None if some cannot be compared."""
     arguments, structure = pytree.tree_flatten((call.args, call.kwargs))
     if candidates.objects or not all(map(_is_comparable, arguments)):
@@ -113,7 +113,7 @@ def _key_of(module: nn.Module, call: SurveyedCall, candidates: BlockCandidates, 
         tuple(find_tied_tensors(module).items()),
         tuple(methods),
         frozenset(devices),
-        tuple(map(_kind_of, arguments)),
+        tuple(map(_describe_kind, arguments)),
         structure,
         torch.get_default_dtype(),
         (plan.fuse, plan.disable, plan.checkpoint),
@@ -126,7 +126,7 @@ def _is_comparable(argument: Any) -> bool:
     return isinstance(argument, (bool, int, float, str, type(None), torch.dtype))
 
 
-def _kind_of(argument: Any) -> tuple:
+def _describe_kind(argument: Any) -> tuple:
     if isinstance(argument, torch.Tensor):
         return tuple(argument.shape), argument.stride(), argument.dtype, argument.device, argument.requires_grad
     return type(argument), argument

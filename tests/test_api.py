@@ -41,7 +41,7 @@ def compiled(reference) -> nn.Module:
     return moefx.compile(reference, example_inputs=EXAMPLE)
 
 
-def same(compiled: nn.Module, reference: nn.Module, x: torch.Tensor, **tolerance: float) -> None:
+def assert_same_results(compiled: nn.Module, reference: nn.Module, x: torch.Tensor, **tolerance: float) -> None:
     before = moefx.blocks(compiled)[0].fallbacks
     torch.testing.assert_close(compiled(x), reference(x), equal_nan=True, **tolerance)
     assert moefx.blocks(compiled)[0].fallbacks == before
@@ -197,7 +197,7 @@ class TestStays:
         optimizer.step()
         assert not torch.equal(model.moe.experts[0].up.weight, before)
         assert compiled(x).square().mean() < first
-        same(compiled, model, x)
+        assert_same_results(compiled, model, x)
 
 
 class TestFound:
@@ -237,11 +237,11 @@ class TestFound:
 class TestCalls:
     @pytest.mark.parametrize("shape", [(1, D), (0, D), (2, 0, D), (33, D)])
     def test_calls_of_other_sizes_equal_the_original(self, compiled, reference, shape):
-        same(compiled, reference, torch.randn(shape))
+        assert_same_results(compiled, reference, torch.randn(shape))
 
     def test_strided_inputs_give_the_original_results(self, compiled, reference):
-        same(compiled, reference, torch.randn(D, 9).t())
-        same(compiled, reference, torch.randn(18, 2 * D)[::2, ::2])
+        assert_same_results(compiled, reference, torch.randn(D, 9).t())
+        assert_same_results(compiled, reference, torch.randn(18, 2 * D)[::2, ::2])
 
     def test_nan_inputs_equal_the_original(self, compiled, reference):
         x = torch.randn(9, D)
@@ -252,17 +252,17 @@ class TestCalls:
 
     def test_a_call_without_gradients_equals_the_original(self, compiled, reference):
         with torch.no_grad():
-            same(compiled, reference, torch.randn(9, D))
+            assert_same_results(compiled, reference, torch.randn(9, D))
 
     def test_eval_mode_runs_rewritten(self, reference):
         compiled = moefx.compile(reference, example_inputs=EXAMPLE).eval()
-        same(compiled, reference, torch.randn(9, D))
+        assert_same_results(compiled, reference, torch.randn(9, D))
         assert moefx.blocks(compiled)[0].fallbacks == 0
 
     def test_another_dtype_equals_the_original(self):
         model = Model()
         compiled = moefx.compile(model, example_inputs=EXAMPLE)
-        same(compiled.double(), model.double(), torch.randn(9, D, dtype=torch.float64))
+        assert_same_results(compiled.double(), model.double(), torch.randn(9, D, dtype=torch.float64))
 
     @pytest.mark.sampled(6)
     @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def read_blocks(page: Path) -> list[CodeBlock]:
     return [CodeBlock(*found) for found in _FENCE.findall(page.read_text(encoding="utf-8"))]
 
 
-def shown_below(blocks: list[CodeBlock]) -> Iterator[tuple[CodeBlock, str | None]]:
+def pair_with_output(blocks: list[CodeBlock]) -> Iterator[tuple[CodeBlock, str | None]]:
     """Yield each block and its output on the page."""
     for block, after in itertools.zip_longest(blocks, blocks[1:]):
         yield block, after.code if after is not None and after.language == "text" else None
@@ -73,7 +73,7 @@ def run_page(page: Path, folder: Path) -> list[tuple[str, str]]:
     module = types.ModuleType(f"page_{page.stem}")
     sys.modules[module.__name__] = module  # classes look up their module, as in a script
     torch.manual_seed(0)
-    for block, shown in shown_below(read_blocks(page)):
+    for block, shown in pair_with_output(read_blocks(page)):
         if block.language == "python" and not block.num_ranks:
             printed = _run_python(block, folder / (block.title or f"{page.stem}.py"), module)
         elif block.is_command and shown is not None:
@@ -161,7 +161,7 @@ def test_scripts_for_several_ranks_print_the_output_on_the_page(tmp_path):
 
     starting them takes longer than the scripts.
     """
-    found = [pair for page in MARKDOWN for pair in shown_below(read_blocks(page)) if pair[0].num_ranks]
+    found = [pair for page in MARKDOWN for pair in pair_with_output(read_blocks(page)) if pair[0].num_ranks]
     for ranks in {block.num_ranks for block, _ in found}:
         files, texts = [], []
         for number, (block, shown) in enumerate(found):

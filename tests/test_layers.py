@@ -23,14 +23,14 @@ FILES = {
 
 
 @functools.cache
-def layers() -> dict[str, int]:
+def read_layers() -> dict[str, int]:
     """Map each unit of the table to its row, counted from the bottom."""
     table = (ROOT / "docs/architecture.md").read_text().partition("| layer |")[2]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     return {unit: i for i, row in enumerate(reversed(rows)) for unit in re.findall("`([^`]+)`", row)}
 
 
-def imports(module: str, tree: ast.AST, is_package: bool) -> Iterator[str]:
+def list_imports(module: str, tree: ast.AST, is_package: bool) -> Iterator[str]:
     """Yield the modules of the package that a module imports, except below `if TYPE_CHECKING`."""
     typing_only = {
         id(inner)
@@ -55,41 +55,43 @@ def imports(module: str, tree: ast.AST, is_package: bool) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def edges() -> dict[str, set[str]]:
     return {
-        module: {b for b in imports(module, ast.parse(path.read_text()), path.name == "__init__.py") if b != module}
+        module: {
+            b for b in list_imports(module, ast.parse(path.read_text()), path.name == "__init__.py") if b != module
+        }
         for module, path in FILES.items()
     }
 
 
-def unit_of(module: str) -> str:
+def find_unit(module: str) -> str:
     """Return the longest name in the table that equals or contains the module, or ""."""
     inner = module.split(".")[1:]
     names = [".".join(inner[:n]) for n in range(len(inner), 0, -1)] or ["__init__"]
-    return next((name for name in names if name in layers()), "")
+    return next((name for name in names if name in read_layers()), "")
 
 
 def test_every_module_has_a_layer():
     with_code = {module for module, path in FILES.items() if path.read_text().strip()}
-    assert not [module for module in with_code if not unit_of(module)]
-    assert {unit_of(module) for module in with_code} == set(layers())
+    assert not [module for module in with_code if not find_unit(module)]
+    assert {find_unit(module) for module in with_code} == set(read_layers())
 
 
-def arrows_up(edges: dict[str, set[str]]) -> list[str]:
-    row = layers() | {"": -1}  # a folder without code is below all
-    return [f"{a} -> {b}" for a in edges for b in sorted(edges[a]) if row[unit_of(a)] < row[unit_of(b)]]
+def find_upward_imports(edges: dict[str, set[str]]) -> list[str]:
+    row = read_layers() | {"": -1}  # a folder without code is below all
+    return [f"{a} -> {b}" for a in edges for b in sorted(edges[a]) if row[find_unit(a)] < row[find_unit(b)]]
 
 
 def test_imports_point_down(edges):
-    assert not arrows_up(edges)
+    assert not find_upward_imports(edges)
 
 
-def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+def find_circles(edges: dict[str, set[str]]) -> list[list[str]]:
     """List groups of modules that reach each other."""
-    reached = {module: _reached(module, edges) for module in edges}
+    reached = {module: _find_reached(module, edges) for module in edges}
     together = {frozenset(b for b in reached[a] if a in reached.get(b, ())) for a in edges}
     return [sorted(circle) for circle in together if circle]
 
 
-def _reached(module: str, edges: dict[str, set[str]]) -> set[str]:
+def _find_reached(module: str, edges: dict[str, set[str]]) -> set[str]:
     found: set[str] = set()
     stack = [*edges[module]]
     while stack:
@@ -100,7 +102,7 @@ def _reached(module: str, edges: dict[str, set[str]]) -> set[str]:
 
 
 def test_no_module_is_in_a_circle(edges):
-    assert not circles(edges)
+    assert not find_circles(edges)
 
 
 def read_rows(heading: str) -> list[list[str]]:
@@ -127,7 +129,7 @@ def test_carriers_are_frozen_as_documented():
     assert frozen == {row[0] for row in rows if row[-1] == "yes"} and "MatchedBlock" in frozen
 
 
-def comparisons_of_reasons(tree: ast.AST) -> Iterator[int]:
+def find_comparisons_of_reasons(tree: ast.AST) -> Iterator[int]:
     """Yield lines that compare the text of a refusal's reason. Modules compare `Refused.cause` instead."""
 
     def has_reason(node: ast.AST) -> bool:
@@ -149,7 +151,7 @@ _SEARCHES = {"count", "endswith", "find", "fullmatch", "index", "match", "partit
 
 
 def test_no_module_compares_reasons():
-    found = {module: [*comparisons_of_reasons(ast.parse(path.read_text()))] for module, path in FILES.items()}
+    found = {module: [*find_comparisons_of_reasons(ast.parse(path.read_text()))] for module, path in FILES.items()}
     assert not {module: lines for module, lines in found.items() if lines}
 
 
@@ -165,12 +167,12 @@ def test_no_module_compares_reasons():
     ],
 )
 def test_comparisons_of_reasons_are_seen(line):
-    assert [*comparisons_of_reasons(ast.parse(line))]
+    assert [*find_comparisons_of_reasons(ast.parse(line))]
 
 
 def test_faults_are_seen():
     edges = {"moefx.compiler.block_compiler": {"moefx.compiler.survey", "moefx.ir.op_providers"}}
-    assert arrows_up(edges) == ["moefx.compiler.block_compiler -> moefx.compiler.survey"]
-    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+    assert find_upward_imports(edges) == ["moefx.compiler.block_compiler -> moefx.compiler.survey"]
+    assert find_circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
     tree = ast.parse("def f():\n    from ...api import compile\nif TYPE_CHECKING:\n    from ... import cli")
-    assert [*imports("moefx.ir.ops.op_definition", tree, False)] == ["moefx.api"]
+    assert [*list_imports("moefx.ir.ops.op_definition", tree, False)] == ["moefx.api"]

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-def python(*arguments: str, path: str, cwd: Path) -> str:
+def run_python(*arguments: str, path: str, cwd: Path) -> str:
     done = subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,
@@ -29,7 +29,7 @@ def python(*arguments: str, path: str, cwd: Path) -> str:
 
 def test_the_wheel_is_complete_and_runs_outside_the_checkout(tmp_path):
     pytest.importorskip("hatchling")
-    python(
+    run_python(
         "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path), path=os.environ.get("PYTHONPATH", ""), cwd=ROOT
     )
     (wheel,) = tmp_path.glob("moefx-*.whl")
@@ -43,9 +43,9 @@ def test_the_wheel_is_complete_and_runs_outside_the_checkout(tmp_path):
     assert sources <= set(names)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    where = python("-c", "import moefx; print(moefx.__file__)", path=str(tmp_path / "site"), cwd=elsewhere)
+    where = run_python("-c", "import moefx; print(moefx.__file__)", path=str(tmp_path / "site"), cwd=elsewhere)
     assert where.strip().startswith(str(tmp_path / "site"))
-    assert "providers" in python("-m", "moefx", "env", path=str(tmp_path / "site"), cwd=elsewhere)
+    assert "providers" in run_python("-m", "moefx", "env", path=str(tmp_path / "site"), cwd=elsewhere)
 
 
 def test_import_is_light(tmp_path):
@@ -60,7 +60,7 @@ def test_import_is_light(tmp_path):
         "heavy = slow & (set(sys.modules) - before)\n"
         "print(seconds, *heavy)"
     )
-    runs = [python("-c", script, path=str(ROOT), cwd=tmp_path).split() for _ in range(2)]
+    runs = [run_python("-c", script, path=str(ROOT), cwd=tmp_path).split() for _ in range(2)]
     assert not runs[0][1:]
     assert min(float(run[0]) for run in runs) < 0.3
 
@@ -71,4 +71,4 @@ def test_numpy_is_not_needed(tmp_path):
     example = re.findall(r"^```python[^\n]*\n(.*?)^```", readme, re.M | re.S)[0]
     script = tmp_path / "example.py"
     script.write_text(f"import sys\nsys.modules['numpy'] = None  # `import numpy` fails\n{example}", encoding="utf-8")
-    assert "1 MoE block(s) rewritten" in python(str(script), path=str(ROOT), cwd=tmp_path)
+    assert "1 MoE block(s) rewritten" in run_python(str(script), path=str(ROOT), cwd=tmp_path)

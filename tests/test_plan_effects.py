@@ -39,7 +39,7 @@ NEVER = (
 )  # fmt: skip
 
 
-def mesh_of(**sizes: int) -> types.SimpleNamespace:
+def make_mesh(**sizes: int) -> types.SimpleNamespace:
     shape = tuple(sizes.values())
     ranks = torch.arange(torch.Size(shape).numel()).view(shape)
     return types.SimpleNamespace(mesh_dim_names=tuple(sizes), mesh=ranks, shape=shape)
@@ -93,10 +93,10 @@ def test_options_without_effect_for_graphs(fields):
 )
 def test_fields_over_a_mesh(fields, fits):
     if fits:
-        check_effects(Plan(**fields), mesh_of(dp=2, ep=2, tp=2))
+        check_effects(Plan(**fields), make_mesh(dp=2, ep=2, tp=2))
         return
     with pytest.raises(InvalidPlan, match="has no effect"):
-        check_effects(Plan(**fields), mesh_of(dp=2, ep=2, tp=2))
+        check_effects(Plan(**fields), make_mesh(dp=2, ep=2, tp=2))
 
 
 def test_planner_fields_without_a_mesh_raise():
@@ -119,13 +119,13 @@ def test_layout_is_a_field():
 @pytest.mark.parametrize(
     ("changes", "mesh", "text"),
     [
-        (dict(ep=1), mesh_of(dp=4), "experts on every rank"),
+        (dict(ep=1), make_mesh(dp=4), "experts on every rank"),
         (dict(ep=1), None, "2 pipeline stages, and compile does not split a model"),
-        (dict(), mesh_of(ep=4, tp=2), r"pp=2 \(1 in the mesh\)"),
-        (dict(), mesh_of(pp=2, ep=4), r"tp=2 \(1 in the mesh\)"),
-        (dict(), mesh_of(pp=4, ep=4, tp=2), r"pp=2 \(4 in the mesh\)"),
-        (dict(), mesh_of(pp=2, ep=2, tp=2), r"ep=4 \(2 in the mesh\)"),
-        (dict(pp=1, tp=1), mesh_of(pp=2, ep=4), r"pp=1 \(2 in the mesh\)"),
+        (dict(), make_mesh(ep=4, tp=2), r"pp=2 \(1 in the mesh\)"),
+        (dict(), make_mesh(pp=2, ep=4), r"tp=2 \(1 in the mesh\)"),
+        (dict(), make_mesh(pp=4, ep=4, tp=2), r"pp=2 \(4 in the mesh\)"),
+        (dict(), make_mesh(pp=2, ep=2, tp=2), r"ep=4 \(2 in the mesh\)"),
+        (dict(pp=1, tp=1), make_mesh(pp=2, ep=4), r"pp=1 \(2 in the mesh\)"),
     ],
 )
 def test_a_mesh_that_is_not_of_the_layout(changes, mesh, text):
@@ -133,10 +133,10 @@ def test_a_mesh_that_is_not_of_the_layout(changes, mesh, text):
     plan = Plan(layout=layout, expert_axis="ep" if layout["ep"] > 1 else None)
     with pytest.raises(InvalidPlan, match=text):
         check_layout(plan, mesh)
-    check_layout(followed(plan, mesh), mesh)
+    check_layout(follow_remedies(plan, mesh), mesh)
 
 
-def followed(plan: Plan, mesh: Any) -> Plan:
+def follow_remedies(plan: Plan, mesh: Any) -> Plan:
     """Apply the remedies of all errors literally and return the plan."""
     for _ in range(4):
         try:
@@ -160,22 +160,22 @@ def followed(plan: Plan, mesh: Any) -> Plan:
     ids=str,
 )
 def test_layouts_that_compile_does_not_support_raise(layout, text):
-    plan, mesh = Plan(layout=layout, expert_axis="ep"), mesh_of(pp=2, ep=4, tp=2)
+    plan, mesh = Plan(layout=layout, expert_axis="ep"), make_mesh(pp=2, ep=4, tp=2)
     with pytest.raises(InvalidPlan, match=text):
         check_layout(plan, mesh)
-    rest = dict(followed(plan, mesh).layout or ())
+    rest = dict(follow_remedies(plan, mesh).layout or ())
     assert rest == {name: layout[name] for name in ("pp", "ep") if name in layout} | (
         {"zero": 0} if layout.get("zero") == 0 else {}
     )
     if "ep" in layout:  # the current value in the message is the size in the mesh
         with pytest.raises(InvalidPlan, match=r"ep=4 \(2 in the mesh\)"):
-            check_layout(plan.replace(layout=rest), mesh_of(pp=2, ep=2, tp=2))
+            check_layout(plan.replace(layout=rest), make_mesh(pp=2, ep=2, tp=2))
 
 
 def test_entries_list_their_assumptions():
     ranking = moefx.plan("olmoe-1b-7b", "frontier", 16, batch=64)
     for entry in ranking:
-        x, mesh = entry.layout, mesh_of(**dict(zip(*reversed(entry.mesh.values()), strict=True)))
+        x, mesh = entry.layout, make_mesh(**dict(zip(*reversed(entry.mesh.values()), strict=True)))
         plan = entry.plan()
         found = dict(plan.layout or ())
         assert (found["pp"], found["tp"], found["ep"]) == (x.pp, x.tp, x.ep) and found["zero"] == x.zero
@@ -186,7 +186,7 @@ def test_entries_list_their_assumptions():
         if asked or (here is None and x.pp > 1):
             with pytest.raises(InvalidPlan, match=r"does not do|does not split a model"):
                 check_layout(plan, here)
-        check_layout(followed(plan, here), here)
+        check_layout(follow_remedies(plan, here), here)
         assert entry.plan(layout=None).layout is None
     with pytest.raises(InvalidPlan, match=r"plan is a Entry; .*pass its plan\(\)"):
         moefx.compile(Loop(Gated), plan=ranking[0], example_inputs=EXAMPLE)
@@ -197,36 +197,36 @@ def test_compile_refuses_entries_of_the_planner():
     asked = Plan(layout={"pp": 1, "tp": 1, "ep": 1, "zero": 1, "microbatches": 4, "recompute": 0})
     with pytest.raises(InvalidPlan, match=r"counts on ZeRO-1 .*, 4 micro-batches, which compile does not do"):
         moefx.compile(model, plan=asked, example_inputs=EXAMPLE)
-    assert moefx.blocks(moefx.compile(model, plan=followed(asked, None), example_inputs=EXAMPLE))
+    assert moefx.blocks(moefx.compile(model, plan=follow_remedies(asked, None), example_inputs=EXAMPLE))
 
 
 # ---------------------------------------------------------------------- axes
 @pytest.mark.parametrize("axis", ["pp", "replicate", "dp_replicate"])
 def test_an_axis_that_is_not_for_experts(axis):
     with pytest.raises(InvalidPlan, match=f"no axis for experts: its only one is '{axis}'"):
-        resolve_expert_axes(mesh_of(**{axis: 4}), None)
-    assert resolve_expert_axes(mesh_of(**{axis: 4}), axis) == (axis,)
+        resolve_expert_axes(make_mesh(**{axis: 4}), None)
+    assert resolve_expert_axes(make_mesh(**{axis: 4}), axis) == (axis,)
 
 
-def decided(**sizes: int) -> Plan:
+def decide_plan(**sizes: int) -> Plan:
     asked = Plan(expert_axis="auto", checkpoint="auto", memory=139e9, zero=1)
     here = LocalPlatform(find_platform("dgx-h100"), "said")
     facts = {rank: Facts(asked, find_model("olmoe-1b-7b"), 1, 4096, "said", here) for rank in range(8)}
-    return decide(facts, 0, mesh_of(**sizes)).plan
+    return decide(facts, 0, make_mesh(**sizes)).plan
 
 
 @pytest.mark.parametrize("name", ["replicate", "dp_replicate", "replicas"])
 def test_auto_leaves_replicas_alone(name):
     for sizes in ({name: 2, "shard": 4}, {"shard": 4, name: 2}):
-        assert len(list_axis_uses(mesh_of(**sizes), Plan(expert_axis="auto"))) == 3
-        assert decided(**sizes).expert_axis == "shard"
-    assert decided(**{name: 2, "ep": 4}).expert_axis == "ep"
+        assert len(list_axis_uses(make_mesh(**sizes), Plan(expert_axis="auto"))) == 3
+        assert decide_plan(**sizes).expert_axis == "shard"
+    assert decide_plan(**{name: 2, "ep": 4}).expert_axis == "ep"
     with pytest.raises(InvalidPlan, match=f"experts over {name} .8. to choose from"):
-        decided(**{name: 8})
+        decide_plan(**{name: 8})
 
 
 def test_a_decided_plan_can_be_given():
-    plan = decided(dp=2, ep=4)
-    check_effects(plan, mesh_of(dp=2, ep=4))
+    plan = decide_plan(dp=2, ep=4)
+    check_effects(plan, make_mesh(dp=2, ep=4))
     changed = {f.name for f in dataclasses.fields(Plan) if getattr(plan, f.name) != f.default}
     assert changed == {"expert_axis", "tokens"}

@@ -27,15 +27,15 @@ _OF_MODULE = {name for name in (*dir(nn.Module), *vars(nn.Module())) if is_priva
 _NAMESPACES = (torch.ops.aten, torch.ops.c10d, torch.ops.prims)
 
 
-def _of_torch(name: str) -> bool:
+def _is_of_torch(name: str) -> bool:
     return name in _LAST_PARTS or name in _OF_MODULE
 
 
-def _of_operators(name: str) -> bool:
+def _is_operator(name: str) -> bool:
     return any(hasattr(namespace, name) for namespace in _NAMESPACES)
 
 
-def _owner(name: str) -> tuple[Any, str]:
+def _find_owner(name: str) -> tuple[Any, str]:
     """Follow imports and attributes, and return the last object with the rest of the name."""
     parts = name.split(".")
     found: Any = importlib.import_module(parts.pop(0))
@@ -46,23 +46,23 @@ def _owner(name: str) -> tuple[Any, str]:
     return found, parts[0]
 
 
-def resolves(name: str) -> bool:
+def is_resolved(name: str) -> bool:
     """Return whether the installed version has a name, as an attribute or in the source of its owner."""
-    owner, last = _owner(name)
+    owner, last = _find_owner(name)
     if hasattr(owner, last):
         return True
     is_python = isinstance(owner, ModuleType) or inspect.isclass(owner)
-    return is_python and bool(re.search(rf"\b{last}", _source(owner)))
+    return is_python and bool(re.search(rf"\b{last}", _read_source(owner)))
 
 
 @functools.cache
-def _source(owner: Any) -> str:
+def _read_source(owner: Any) -> str:
     return inspect.getsource(owner)
 
 
 @pytest.fixture(scope="module")
 def used():
-    return find_private_names(Path(moefx.__file__).parent, _of_torch, _of_operators)
+    return find_private_names(Path(moefx.__file__).parent, _is_of_torch, _is_operator)
 
 
 def test_every_row_is_read():
@@ -97,18 +97,18 @@ def test_listed_names_are_used(used):
 def test_the_installed_version_has_the_names(library):
     """Check all versions of torch; for other libraries only versions for which the name was checked."""
     pytest.importorskip(library)
-    installed = _parts(version(library))
+    installed = _split_version(version(library))
     missing = {
         name: use
         for name, use, _, first, last in ROWS
         if name.startswith(f"{library}.")
-        and (library == "torch" or _parts(first) <= installed <= _parts(last or first))
-        and not resolves(name)
+        and (library == "torch" or _split_version(first) <= installed <= _split_version(last or first))
+        and not is_resolved(name)
     }
     assert not missing, f"{library} {version(library)} has none of these, see docs/private_names.md"
 
 
-def _parts(release: str) -> tuple[int, ...]:
+def _split_version(release: str) -> tuple[int, ...]:
     return tuple(map(int, release.split(".")[:2]))
 
 
@@ -141,5 +141,5 @@ def test_versions_agree():
 )
 def test_names_are_found_by_path_and_attribute(tmp_path, code, paths, attributes):
     (tmp_path / "module.py").write_text(code)
-    found = find_private_names(tmp_path, _of_torch, _of_operators)
+    found = find_private_names(tmp_path, _is_of_torch, _is_operator)
     assert (sorted(found[0]), sorted(found[1])) == (sorted(paths), sorted(attributes))

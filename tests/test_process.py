@@ -190,7 +190,7 @@ def test_another_thread_may_use_the_original_meanwhile():
 
 
 @contextlib.contextmanager
-def _default_device(device):
+def _set_default_device(device):
     torch.set_default_device(device)
     try:
         yield
@@ -199,7 +199,7 @@ def _default_device(device):
 
 
 @contextlib.contextmanager
-def _default_dtype(dtype):
+def _set_default_dtype(dtype):
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -210,9 +210,9 @@ def _default_dtype(dtype):
 
 DEFAULTS = {
     "device": lambda: torch.device("meta"),
-    "set device": lambda: _default_device("meta"),
-    "float64": lambda: _default_dtype(torch.float64),
-    "bfloat16": lambda: _default_dtype(torch.bfloat16),
+    "set device": lambda: _set_default_device("meta"),
+    "float64": lambda: _set_default_dtype(torch.float64),
+    "bfloat16": lambda: _set_default_dtype(torch.bfloat16),
 }
 
 

@@ -35,23 +35,23 @@ def _proofs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     proof_memory.forget()
 
 
-def compiled(model: nn.Module, dtype: torch.dtype = torch.float32, **plan) -> nn.Module:
+def compile_model(model: nn.Module, dtype: torch.dtype = torch.float32, **plan) -> nn.Module:
     return moefx.compile(model.to(dtype), example_inputs=(torch.zeros(9, D, dtype=dtype),), plan=moefx.Plan(**plan))
 
 
-def program_attributes(model: nn.Module) -> dict:
+def read_program_attributes(model: nn.Module) -> dict:
     return moefx.blocks(model)[0].forward.programs[0].attributes
 
 
 def test_an_equal_block_is_proven_once(_proofs):
     x = torch.randn(7, D)
     models = [Loop(Gated) for _ in range(2)]
-    results = [compiled(model) for model in models]
+    results = [compile_model(model) for model in models]
     assert _proofs == [""]
     for model, result in zip(models, results, strict=True):
         torch.testing.assert_close(result(x), model(x))
         assert moefx.blocks(result)[0].fallbacks == 0
-    first, second = map(program_attributes, results)
+    first, second = map(read_program_attributes, results)
     assert first.keys() == second.keys()  # comparing blocks adds no attributes to the result
 
 
@@ -61,18 +61,18 @@ def test_a_block_that_differs_is_proven(_proofs, monkeypatch):
         model.experts[0].up.weight.requires_grad_(False)
         return model
 
-    compiled(Loop(Gated))
+    compile_model(Loop(Gated))
     others = [lambda: Loop(Gated, k=1), lambda: Loop(Mlp), lambda: Loop(Gated, num_experts=5), frozen, Scaled]
     for number, make in enumerate(others, 2):
-        compiled(make())
+        compile_model(make())
         assert len(_proofs) == number, make
-    compiled(Loop(Gated).eval())
-    compiled(Loop(Gated), torch.float64)
-    compiled(Loop(Gated), checkpoint="x")
+    compile_model(Loop(Gated).eval())
+    compile_model(Loop(Gated), torch.float64)
+    compile_model(Loop(Gated), checkpoint="x")
     assert len(_proofs) == 9
     monkeypatch.setattr(f"{__name__}.SCALE", 3.0)
     model, x = Scaled(), torch.randn(7, D)
-    torch.testing.assert_close(compiled(model)(x), model(x))
+    torch.testing.assert_close(compile_model(model)(x), model(x))
     monkeypatch.setattr(Loop, "route", lambda self, x: _route(self, -x))
-    compiled(Loop(Gated))
+    compile_model(Loop(Gated))
     assert len(_proofs) == 11

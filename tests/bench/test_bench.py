@@ -23,14 +23,14 @@ SMALL = Shape("small", T=96, d=32, h=16, E=8, K=2)
 UNGATED = dataclasses.replace(SMALL, gated=False)
 
 
-def inputs_of(shape: Shape) -> Inputs:
+def make_inputs(shape: Shape) -> Inputs:
     x, w1, w2, grad = draw_tensors(shape, device="cpu")
     return Inputs(shape, x, w1, w2, grad, *random_routing(shape, device="cpu"))
 
 
 @pytest.fixture
 def inputs() -> Inputs:
-    return inputs_of(SMALL)
+    return make_inputs(SMALL)
 
 
 ON_A_CPU = ["moefx", "torch grouped_mm", "transformers", "transformers eager"]
@@ -47,7 +47,7 @@ def test_every_peer_computes_the_same_outputs_and_gradients(inputs, name):
 
 @pytest.mark.parametrize("name", ["moefx", "torch grouped_mm", "torch loop"])
 def test_experts_without_a_gate(name):
-    inputs = inputs_of(UNGATED)
+    inputs = make_inputs(UNGATED)
     assert UNGATED.matrices == 2 and inputs.w1.shape == (8, 16, 32)
     errors = moe.compute_result_errors(inputs, (PEERS | ABLATION)[name](inputs).step())
     assert len(errors) == 5 and all(0 < error < 0.02 for error in errors.values()), errors
@@ -56,7 +56,7 @@ def test_experts_without_a_gate(name):
 @pytest.mark.parametrize("name", ["transformers", "liger-kernel", "sonic-moe"])
 def test_peers_that_need_a_gate_refuse_ungated_experts(name):
     with pytest.raises(NotImplementedError, match=f"{name} is measured with SwiGLU alone"):
-        PEERS[name](inputs_of(UNGATED))
+        PEERS[name](make_inputs(UNGATED))
 
 
 @pytest.mark.parametrize("name", ABLATION)

@@ -14,7 +14,7 @@ from moefx.bench.shapes import SHAPES
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "moe_h200.jsonl"
 
 
-def row(shape: str, peer: str, ms: float) -> dict[str, object]:
+def make_row(shape: str, peer: str, ms: float) -> dict[str, object]:
     return dict(shape=shape, peer=peer, step_ms=ms, forward_ms=ms / 3)
 
 
@@ -23,15 +23,15 @@ def results(tmp_path):
     path = tmp_path / "results.jsonl"
     rows = [
         {"environment": {"versions": {"torch": "2.11"}, "devices": {"accelerator": "a GPU"}}},
-        row("a", "moefx", 9.0),  # three rounds
-        row("a", "moefx", 4.0),
-        row("a", CEILING, 3.0),
-        row("a", "moefx", 3.0),
-        row("a", "moefx", 5.0) | dict(routing="zipf"),
-        row("a", "moefx", 4.4) | dict(routing="hot"),
-        row("b", "moefx", 1.0),
+        make_row("a", "moefx", 9.0),  # three rounds
+        make_row("a", "moefx", 4.0),
+        make_row("a", CEILING, 3.0),
+        make_row("a", "moefx", 3.0),
+        make_row("a", "moefx", 5.0) | dict(routing="zipf"),
+        make_row("a", "moefx", 4.4) | dict(routing="hot"),
+        make_row("b", "moefx", 1.0),
         dict(shape="b", peer="another", error="out of memory"),
-        row("c", "another", 2.0),
+        make_row("c", "another", 2.0),
         dict(shape="c", peer="another", error="failed in the second round"),
     ]
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
@@ -55,7 +55,7 @@ def test_the_table_shows_medians_and_parts_of_the_ceiling(results, capsys):
 
 def test_saved_bytes_have_no_ceiling(tmp_path):
     path = tmp_path / "results.jsonl"
-    rows = (row("a", peer, 1.0) | dict(saved_bytes_per_token=100.0, peak_mib=5.0) for peer in ("moefx", CEILING))
+    rows = (make_row("a", peer, 1.0) | dict(saved_bytes_per_token=100.0, peak_mib=5.0) for peer in ("moefx", CEILING))
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
     *_, saved, peak = report.format_tables(report.read_results(path)[1]).strip().split("\n\n")
     assert saved.splitlines()[1:] == [f" {'moefx':>20}", f"a{'100':>20}"]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moefx.capture.arguments.block_arguments import Arguments
 
 
-def shapes(arguments: Arguments) -> list[tuple]:
+def list_shapes(arguments: Arguments) -> list[tuple]:
     return [leaf.shape for leaf in arguments.tensors]
 
 
@@ -26,22 +26,22 @@ class TestLeaves:
         x, mask = torch.zeros(2, 7, 6), torch.ones(2, 7, dtype=torch.bool)
         positions, flat = torch.arange(7)[None], torch.zeros(14, dtype=torch.long)
         arguments = Arguments((x,), {"mask": mask, "positions": positions, "flat": flat, "table": torch.zeros(6, 6)})
-        assert shapes(arguments) == [("B", "S", 6), ("B", "S"), (1, "S"), ("B*S",), (6, 6)]
+        assert list_shapes(arguments) == [("B", "S", 6), ("B", "S"), (1, "S"), ("B*S",), (6, 6)]
 
     def test_both_axes_of_a_square_mask_are_positions(self):
         arguments = Arguments((torch.zeros(2, 7, 6), torch.zeros(2, 1, 7, 7)), {})
-        assert shapes(arguments)[1] == ("B", 1, "S", "S")
+        assert list_shapes(arguments)[1] == ("B", 1, "S", "S")
 
     def test_equal_token_axes_are_named_in_order(self):
         arguments = Arguments((torch.zeros(5, 5, 6), torch.zeros(5, 5)), {})
-        assert shapes(arguments) == [("B", "S", 6), ("B", "S")]
+        assert list_shapes(arguments) == [("B", "S", 6), ("B", "S")]
 
     def test_as_many_choices_as_sequences(self):
         arguments = Arguments((torch.zeros(2, 9, 6), torch.zeros(2, 9, 2, dtype=torch.long)), {})
-        assert shapes(arguments) == [("B", "S", 6), ("B", "S", 2)]
+        assert list_shapes(arguments) == [("B", "S", 6), ("B", "S", 2)]
 
     def test_width_is_no_token_axis(self):
-        assert shapes(Arguments((torch.zeros(6, 6),), {})) == [("S", 6)]
+        assert list_shapes(Arguments((torch.zeros(6, 6),), {})) == [("S", 6)]
 
     def test_axes_of_ids_count_tokens(self):
         arguments = Arguments((torch.arange(10).view(2, 5),), {})

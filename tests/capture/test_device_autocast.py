@@ -61,11 +61,11 @@ FUNCTIONS = {
     "einsum": lambda x, w: torch.einsum("sd,de->se", x, w),
     "cosine_similarity": lambda x, w: F.cosine_similarity(x, w, dim=-1),
     "float": lambda x, w: x.float().softmax(-1).to(x.dtype),
-    "off": lambda x, w: _off(x),
+    "off": lambda x, w: _disable_autocast(x),
 }
 
 
-def _off(x):
+def _disable_autocast(x):
     with torch.autocast("cuda", enabled=False):
         return x.softmax(-1), torch.mm(x, x.t())
 
@@ -79,7 +79,7 @@ class Calls(nn.Module):
         return self.function(x, self.weight)
 
 
-def dtypes(tree) -> list[torch.dtype]:
+def list_dtypes(tree) -> list[torch.dtype]:
     return [t.dtype for t in torch.utils._pytree.tree_leaves(tree)]
 
 
@@ -95,11 +95,11 @@ OF_ANOTHER_FORM = {
 }
 
 
-def original_and_captured(function, device, dtype):
+def run_and_capture(function, device, dtype):
     with FakeTensorMode():
         x, weight = torch.empty(ROWS, D, dtype=dtype, device=device), torch.empty(D, D, device=device)
         with use_device_autocast(device, torch.bfloat16):
-            expected = dtypes(function(x, weight))
+            expected = list_dtypes(function(x, weight))
     with use_device_autocast(device, torch.bfloat16):
         return expected, capture_block(
             Calls(function), (torch.empty(ROWS, D, dtype=dtype, device="meta"),), {}, Routing()
@@ -122,7 +122,7 @@ def run_again(captured, device) -> list[torch.dtype]:
                         values[node] = node.target(*args, **kwargs)
             else:
                 values[node] = torch.empty(tuple(map(int, val.shape)), dtype=val.dtype, device=device)
-    return dtypes(torch.utils._pytree.tree_map(values.get, captured.out))
+    return list_dtypes(torch.utils._pytree.tree_map(values.get, captured.out))
 
 
 def _collect_inputs(out) -> set[torch.fx.Node]:
@@ -144,8 +144,8 @@ def _collect_inputs(out) -> set[torch.fx.Node]:
     ],
 )
 def test_dtypes_are_those_of_the_device(function, device, dtype):
-    expected, captured = original_and_captured(function, device, dtype)
-    assert dtypes(torch.utils._pytree.tree_map(lambda node: node.meta["val"], captured.out)) == expected
+    expected, captured = run_and_capture(function, device, dtype)
+    assert list_dtypes(torch.utils._pytree.tree_map(lambda node: node.meta["val"], captured.out)) == expected
     assert run_again(captured, device) == expected
 
 

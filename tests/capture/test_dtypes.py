@@ -51,14 +51,14 @@ class Product(nn.Module):
         return self.product(self.product(x, self.up).relu(), self.down)
 
 
-def with_double(model, *names):
+def convert_to_double(model, *names):
     for name in names:
         module = model.get_submodule(name)
         module.double()
     return model
 
 
-def with_bias(model, dtype):
+def add_bias(model, dtype):
     model.experts[2][2].bias = nn.Parameter(model.experts[2][2].bias.detach().to(dtype))
     return model
 
@@ -72,14 +72,14 @@ PRODUCTS = {
     "linear": F.linear,
 }
 MIXTURES = {
-    "the first expert": lambda: with_double(Mixture(), "experts.0"),
-    "the last expert": lambda: with_double(Mixture(), "experts.3"),
-    "a layer of one": lambda: with_double(Mixture(), "experts.1.2"),
-    "all experts": lambda: with_double(Mixture(), "experts"),
-    "a bias": lambda: with_bias(Mixture(), torch.bfloat16),
+    "the first expert": lambda: convert_to_double(Mixture(), "experts.0"),
+    "the last expert": lambda: convert_to_double(Mixture(), "experts.3"),
+    "a layer of one": lambda: convert_to_double(Mixture(), "experts.1.2"),
+    "all experts": lambda: convert_to_double(Mixture(), "experts"),
+    "a bias": lambda: add_bias(Mixture(), torch.bfloat16),
     "the result of index_add_": lambda: Mixture(torch.bfloat16),
-    "the result of an assignment": lambda: with_double(Assigned(), "experts.1.2"),
-    **{name: lambda p=p: with_double(Products(p), "experts.2") for name, p in PRODUCTS.items()},
+    "the result of an assignment": lambda: convert_to_double(Assigned(), "experts.1.2"),
+    **{name: lambda p=p: convert_to_double(Products(p), "experts.2") for name, p in PRODUCTS.items()},
 }
 
 
@@ -97,7 +97,7 @@ def test_a_later_mixture_of_dtypes_raises_as_in_the_original(where):
     model, x = Mixture(), torch.randn(32, D)
     compiled = moefx.compile(model, example_inputs=(x,))
     compiled(x)
-    with_double(compiled, "experts.1" if where == "an expert" else "experts")
+    convert_to_double(compiled, "experts.1" if where == "an expert" else "experts")
     with pytest.raises(RuntimeError, match="must have the same dtype"):
         compiled(x)
     assert torch.equal(compiled.float()(x), compiled(x)) and compiled.forward.counts.rewritten > 1

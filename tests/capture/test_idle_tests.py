@@ -162,7 +162,7 @@ class Masks(Buckets):
         return self.run(x, w, buckets, 0.5 if busy == [0, 1] else 1.0)  # decides
 
 
-def keeping(make, keep, ask):
+def make_keeper(make, keep, ask):
     """Define a block that stores the busy experts in an object and reads their number."""
 
     class Keeps(Buckets):
@@ -185,15 +185,15 @@ def count_sent():
 
 
 _KEEPERS = {
-    "a heap": keeping(list, lambda kept, e: heapq.heappush(kept, e), len),
-    "an array": keeping(lambda: array.array("l"), lambda kept, e: kept.append(e), len),
-    "a method of a list": keeping(list, lambda kept, e: list.append(kept, e), len),
-    "an object": keeping(
+    "a heap": make_keeper(list, lambda kept, e: heapq.heappush(kept, e), len),
+    "an array": make_keeper(lambda: array.array("l"), lambda kept, e: kept.append(e), len),
+    "a method of a list": make_keeper(list, lambda kept, e: list.append(kept, e), len),
+    "an object": make_keeper(
         types.SimpleNamespace, lambda kept, e: setattr(kept, f"e{e}", e), lambda kept: len(vars(kept))
     ),
-    "a tuple": keeping(tuple, lambda kept, e: (*kept, e), len),
-    "a fraction": keeping(lambda: Fraction(0), lambda kept, e: kept + 1, lambda kept: kept),
-    "a tensor of integers": keeping(lambda: torch.zeros((), dtype=torch.long), lambda kept, e: kept + 1, int),
+    "a tuple": make_keeper(tuple, lambda kept, e: (*kept, e), len),
+    "a fraction": make_keeper(lambda: Fraction(0), lambda kept, e: kept + 1, lambda kept: kept),
+    "a tensor of integers": make_keeper(lambda: torch.zeros((), dtype=torch.long), lambda kept, e: kept + 1, int),
 }
 
 

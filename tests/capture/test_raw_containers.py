@@ -114,7 +114,7 @@ def _set_slots(slotted: Slotted) -> None:
     slotted.last = slotted.empty = 1
 
 
-def _slots(slotted: Slotted) -> list[Any]:
+def _read_slots(slotted: Slotted) -> list[Any]:
     return [getattr(slotted, name, "nothing") for name in Slotted.__slots__]
 
 
@@ -126,15 +126,15 @@ def _reinsert(container: Any) -> None:
     dict.__setitem__(container, "a", dict.pop(container, "a"))
 
 
-def _ordered(container: Any) -> list[Any]:
+def _list_ordered(container: Any) -> list[Any]:
     return list(collections.OrderedDict.items(container))
 
 
-def _pairs(container: Any) -> list[Any]:
+def _list_pairs(container: Any) -> list[Any]:
     return list(dict.items(container))
 
 
-def _filled(cls: Any) -> Any:
+def _fill(cls: Any) -> Any:
     instance, base = cls(), collections.OrderedDict if issubclass(cls, collections.OrderedDict) else dict
     for name, value in (("a", nn.SiLU), ("b", nn.ReLU)):
         base.__setitem__(instance, name, value)
@@ -143,13 +143,13 @@ def _filled(cls: Any) -> Any:
 
 # Per container: a constructor, a write in a call, and a function that lists the stored items.
 CONTAINERS: dict[str, tuple[Callable[[], Any], Callable[[Any], None], Callable[[Any], Any]]] = {
-    "makes instances": (lambda: Makes(a=nn.SiLU, b=nn.ReLU), _put(collections.OrderedDict, ("c", 1)), _ordered),
-    "a dict": (lambda: _filled(SealedDict), _put(dict, ("c", 1), ("a", 2)), _pairs),
-    "an OrderedDict": (lambda: _filled(SealedOrderedDict), _put(collections.OrderedDict, ("c", 1)), _ordered),
-    "an order": (lambda: _filled(collections.OrderedDict), _move_to_end, _ordered),
-    "an order of a dict": (lambda: _filled(dict), _reinsert, _pairs),
-    "a defaultdict": (lambda: collections.defaultdict(list, a=[1]), lambda d: d["b"].append(1), _pairs),
-    "a Counter": (lambda: collections.Counter("aab"), lambda c: c.update("b"), _pairs),
+    "makes instances": (lambda: Makes(a=nn.SiLU, b=nn.ReLU), _put(collections.OrderedDict, ("c", 1)), _list_ordered),
+    "a dict": (lambda: _fill(SealedDict), _put(dict, ("c", 1), ("a", 2)), _list_pairs),
+    "an OrderedDict": (lambda: _fill(SealedOrderedDict), _put(collections.OrderedDict, ("c", 1)), _list_ordered),
+    "an order": (lambda: _fill(collections.OrderedDict), _move_to_end, _list_ordered),
+    "an order of a dict": (lambda: _fill(dict), _reinsert, _list_pairs),
+    "a defaultdict": (lambda: collections.defaultdict(list, a=[1]), lambda d: d["b"].append(1), _list_pairs),
+    "a Counter": (lambda: collections.Counter("aab"), lambda c: c.update("b"), _list_pairs),
     "a list": (lambda: SealedList([1, 2]), _put(list, 3), lambda c: list(list.__iter__(c))),
     "a set": (lambda: SealedSet({1, 2}), _put(set, 3), lambda c: set(set.__iter__(c))),
     "a deque": (
@@ -158,7 +158,7 @@ CONTAINERS: dict[str, tuple[Callable[[], Any], Callable[[Any], None], Callable[[
     ),
     "a UserDict": (lambda: collections.UserDict(a=1), lambda d: d.update(b=2), lambda d: dict(d.data)),
     "a mapping that loads": (Loads, lambda d: d["a"], lambda d: dict(d.store)),
-    "slots": (Slotted, _set_slots, _slots),
+    "slots": (Slotted, _set_slots, _read_slots),
 }  # fmt: skip
 
 
@@ -201,17 +201,17 @@ def test_a_registry_that_makes_instances_outlives_explain(used):
 
 
 @functools.lru_cache(maxsize=64)
-def _split(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _split_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[0] // 2, 2, shape[1]
 
 
 @functools.cache
-def _table() -> torch.Tensor:
+def _make_table() -> torch.Tensor:
     return torch.ones(D)
 
 
 @functools.cache
-def _settings() -> list[int]:
+def _read_settings() -> list[int]:
     return [2]
 
 
@@ -221,18 +221,18 @@ class Caches(Loop):
     def forward(self, x):
         w, ids = self.route(x)
         flat = ids.flatten()
-        order, rows = flat.argsort(), x.repeat_interleave(2, 0) * _table()
+        order, rows = flat.argsort(), x.repeat_interleave(2, 0) * _make_table()
         ends = flat.bincount(minlength=len(self.experts)).cumsum(0).tolist()
         parts = [e(rows[order][a:b]) for e, a, b in zip(self.experts, [0, *ends], ends, strict=False) if a < b]
         back = torch.cat(parts)[order.argsort()] * w.flatten()[:, None]
-        return back.reshape(_split(back.shape)).sum(1) * len(_settings())
+        return back.reshape(_split_shape(back.shape)).sum(1) * len(_read_settings())
 
 
 @pytest.mark.parametrize("is_warm", [False, True], ids=["", "warm"])
 def test_a_cache_keeps_nothing_of_a_capture(is_warm):
-    for cache in (_split, _table):
+    for cache in (_split_shape, _make_table):
         cache.cache_clear()
-    model, settings = Caches(), _settings()
+    model, settings = Caches(), _read_settings()
     with torch.no_grad():
         wanted = [model(torch.full((t, D), 0.5)) for t in range(1, 40)] if is_warm else []
     moefx.explain(model, example_inputs=(torch.randn(14, D),))
@@ -240,7 +240,7 @@ def test_a_cache_keeps_nothing_of_a_capture(is_warm):
         found = [model(torch.full((t, D), 0.5)) for t in range(1, 40)]
     assert [y.shape for y in found] == [(t, D) for t in range(1, 40)]
     assert all(map(torch.equal, wanted, found))
-    assert type(_table()) is torch.Tensor and _settings() is settings
+    assert type(_make_table()) is torch.Tensor and _read_settings() is settings
 
 
 _LATE: list = []
@@ -272,9 +272,9 @@ def test_caches_are_found_without_a_look_at_all_objects(monkeypatch):
 
     looks, look = [], gc.get_objects
     monkeypatch.setattr(filled_caches.gc, "get_objects", lambda: looks.append(1) or look())
-    assert all_caches() >= {id(_split), id(_table)}
+    assert all_caches() >= {id(_split_shape), id(_make_table)}
     looks.clear()
-    assert all_caches() >= {id(_split), id(_table)} and not looks
+    assert all_caches() >= {id(_split_shape), id(_make_table)} and not looks
     caches = [functools.cache(lambda: 3) for _ in range(3)]
     assert all_caches() >= set(map(id, caches)) and len(looks) == 1
     caches.pop()

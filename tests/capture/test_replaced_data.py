@@ -35,20 +35,20 @@ class Replacing(nn.Module):
         return out
 
 
-def _counts(chosen):
+def _count(chosen):
     return torch.bincount(chosen.flatten(), minlength=E).double()
 
 
 def _add_counts(model, chosen):
-    model.bias.data = model.bias.data + _counts(chosen)
+    model.bias.data = model.bias.data + _count(chosen)
 
 
 def _balance(model, chosen):
-    model.bias.data = model.bias + 0.1 * (_counts(chosen).mean() - _counts(chosen)).sign()
+    model.bias.data = model.bias + 0.1 * (_count(chosen).mean() - _count(chosen)).sign()
 
 
 def _set_to_counts(model, chosen):
-    nn.Module.get_buffer(model, "bias").data = _counts(chosen)
+    nn.Module.get_buffer(model, "bias").data = _count(chosen)
 
 
 @pytest.mark.sampled(2)

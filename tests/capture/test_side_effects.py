@@ -289,7 +289,7 @@ def test_a_method_of_any_callable(function):
 CALLS = []
 
 
-def counted(module, x, log):
+def count_calls(module, x, log):
     log.append(len(x))
     return x
 
@@ -298,7 +298,7 @@ def test_state_in_a_partial_is_restored():
     class Logs(Loop):
         def __init__(self):
             super().__init__()
-            self.log = types.MethodType(functools.partial(counted, log=CALLS), self)
+            self.log = types.MethodType(functools.partial(count_calls, log=CALLS), self)
 
         def forward(self, x):
             return super().forward(self.log(x))
@@ -345,7 +345,7 @@ class Registers(Loop):
         return out
 
 
-def registered(model: nn.Module) -> list[tuple[str, int]]:
+def list_registered(model: nn.Module) -> list[tuple[str, int]]:
     named = (*model.named_modules(), *model.named_parameters(), *model.named_buffers())
     return [(name, id(value)) for name, value in named]
 
@@ -356,19 +356,19 @@ CHANGES = [register_buffer, register_parameter, replace_expert, add_expert, dele
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_block_that_registers_modules_or_tensors_is_refused_without_trace(change):
     model, x = Registers(change), torch.randn(9, D)
-    before = registered(model)
+    before = list_registered(model)
     (refused,) = moefx.explain(model, (x,)).refused
     assert "sets its attribute" in refused.reason
-    assert registered(model) == before
+    assert list_registered(model) == before
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_many_tokens_register_is_not_registered_by_compile(change):
     torch.manual_seed(0)
     model, x = Registers(change, tokens=40), torch.randn(9, D)
-    names = [name for name, _ in registered(model)]
+    names = [name for name, _ in list_registered(model)]
     compiled = moefx.compile(model, (x,))
-    assert [name for name, _ in registered(compiled)] == names
+    assert [name for name, _ in list_registered(compiled)] == names
     torch.testing.assert_close(compiled(x), model(x))
     assert moefx.blocks(compiled)[0].fallbacks == 0
 

@@ -116,11 +116,11 @@ class Gathered(Loop):
         return self.scatter(super().forward(self.gather(x)))
 
 
-def functional_gather(x):
+def gather_functionally(x):
     return functional.all_gather_tensor_autograd(x, 0, dist.group.WORLD)
 
 
-def functional_scatter(x):
+def scatter_functionally(x):
     return functional.reduce_scatter_tensor_autograd(x, "sum", 0, dist.group.WORLD)
 
 
@@ -135,7 +135,7 @@ _FUNCTIONAL = pytest.mark.xfail(
     "pair",
     [
         pytest.param((Gather.apply, Scatter.apply), id="written"),
-        pytest.param((functional_gather, functional_scatter), id="functional", marks=_FUNCTIONAL),
+        pytest.param((gather_functionally, scatter_functionally), id="functional", marks=_FUNCTIONAL),
     ],
 )
 def test_pairs_of_gather_and_scatter_are_rewritten(alone, pair):

@@ -29,7 +29,7 @@ class Loop(nn.Module):
         return out
 
 
-def _temperature_of(tensor):
+def _read_temperature(tensor):
     return tensor.temperature
 
 
@@ -38,7 +38,7 @@ READS = {
     "an attribute that is missing": lambda b, logits: logits / getattr(b.gate.weight, "scale", 1.0),
     "an attribute asked for": lambda b, logits: logits / (2.0 if hasattr(b.gate.weight, "scale") else 1.0),
     "an attribute of a result": lambda b, logits: logits / getattr(logits, "temperature", 1.0),
-    "by a function": lambda b, logits: logits / _temperature_of(b.gate.weight),
+    "by a function": lambda b, logits: logits / _read_temperature(b.gate.weight),
 }
 
 

@@ -77,12 +77,12 @@ def test_packed_experts_are_refused():
     assert not explanation.matched and "does not run on abstract tensors" in explanation.refused[0].reason
 
 
-def jagged(x):
+def make_jagged(x):
     rows = torch.nested.as_nested_tensor([x[:3], x[3:]], layout=torch.jagged)
     return x + rows.values().sum()
 
 
-def in_numpy(x):
+def convert_in_numpy(x):
     return x + torch.from_numpy(x.detach().numpy())
 
 
@@ -97,7 +97,7 @@ class Around(nn.Module):
         return self.moe(self.prepare(x))
 
 
-@pytest.mark.parametrize(("prepare", "why"), [(jagged, "a torch.jagged tensor"), (in_numpy, "numpy")])
+@pytest.mark.parametrize(("prepare", "why"), [(make_jagged, "a torch.jagged tensor"), (convert_in_numpy, "numpy")])
 def test_a_model_that_runs_is_not_blamed(prepare, why):
     model, x = Around(prepare), torch.randn(9, D)
     assert moefx.compile(model, example_inputs=(x,), strict=False) is model

@@ -18,7 +18,7 @@ from ..pace import within
 from .test_compare import tokens
 
 
-def program(fault: str = ""):
+def make_program(fault: str = ""):
     def run(block, x):
         block.__class__, block.fault = Rewritten, fault
         return Rewritten.forward(block, x)
@@ -26,7 +26,7 @@ def program(fault: str = ""):
     return run
 
 
-def block(dtype=torch.float32, **kwargs) -> Plain:
+def make_block(dtype=torch.float32, **kwargs) -> Plain:
     torch.manual_seed(0)
     plain = Plain(**kwargs).to(dtype)
     plain.aux_loss = torch.zeros(())
@@ -35,13 +35,13 @@ def block(dtype=torch.float32, **kwargs) -> Plain:
 
 def check(plain, fault="", x=None, **kwargs) -> BlockCheck:
     x = tokens(2, 9).to(plain.router.weight.dtype) if x is None else x
-    return check_block(plain, program(fault), (x,), **kwargs)
+    return check_block(plain, make_program(fault), (x,), **kwargs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("top_k", [1, 2, 8])
 def test_an_equal_program_passes(dtype, top_k):
-    result = check(block(dtype, top_k=top_k))
+    result = check(make_block(dtype, top_k=top_k))
     assert result.ok and not result.notes, result.reason
     cases = {row.case for row in result.rows}
     states = {"the given inputs", "inputs that starve experts", "unrelated inputs"}
@@ -57,14 +57,14 @@ def test_an_equal_program_passes(dtype, top_k):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_mistake_is_seen_in_any_precision(fault, dtype):
     """Report faults that bfloat16 would round away: the algebra is compared in float64."""
-    result = check(block(dtype), fault)
+    result = check(make_block(dtype), fault)
     assert not result.ok
     assert "differs from the original on" in result.reason and "and" in result.reason
 
 
 def test_zero_parameters_get_other_values():
     """Fill zero biases with other values: a program without them agrees only until they are learned."""
-    plain = block()
+    plain = make_block()
     zeros = [e.down.bias for e in plain.experts]
     for bias in zeros:
         torch.nn.init.zeros_(bias)
@@ -78,10 +78,10 @@ def test_a_cast_of_the_program_alone_is_seen_in_the_blocks_own_precision(narrow)
     """Run in the block's own precision: the float64 run promotes explicit casts and cannot show the fault."""
 
     def rounds(block, x):
-        out, scores = program()(block, x)
+        out, scores = make_program()(block, x)
         return out.to(narrow).float(), scores
 
-    result = check_block(block(dropout=0.0), rounds, (tokens(2, 9),))
+    result = check_block(make_block(dropout=0.0), rounds, (tokens(2, 9),))
     assert {row.case for row in result.rows if not row.ok} == {"the given inputs, its own precision"}
 
 
@@ -89,11 +89,11 @@ def test_a_fault_that_only_a_skewed_router_shows():
     """Report a program that is wrong only if an expert gets more than half of the rows."""
 
     def capped(block, x):
-        out, scores = program()(block, x)
+        out, scores = make_program()(block, x)
         load = torch.bincount(scores.topk(2).indices.flatten(), minlength=8)
         return out * (0 if int(load.max()) > 14 else 1), scores
 
-    plain = block(dropout=0.0)
+    plain = make_block(dropout=0.0)
     result = check_block(plain, capped, (tokens(2, 9),))
     assert {row.case for row in result.rows if not row.ok} == {"inputs that starve experts, float64"}
 
@@ -101,14 +101,14 @@ def test_a_fault_that_only_a_skewed_router_shows():
 @pytest.mark.parametrize("fault", ["scaled weight gradient", "activation constant", "one NaN", "missing bias"])
 def test_under_autocast_the_algebra_is_still_compared_in_float64(fault):
     with torch.autocast("cpu", torch.bfloat16):
-        result = check(block())
+        result = check(make_block())
         assert result.ok, result.reason
-        failed = {row.case for row in check(block(), fault).rows if not row.ok}
+        failed = {row.case for row in check(make_block(), fault).rows if not row.ok}
     assert "the given inputs, float64" in failed
 
 
 def test_nothing_is_touched():
-    plain = block()
+    plain = make_block()
     for p in plain.parameters():
         p.grad = torch.ones_like(p)
     x = tokens(2, 9).requires_grad_()
@@ -120,7 +120,7 @@ def test_nothing_is_touched():
 
 
 def test_a_memory_limit_leaves_out_large_gradients():
-    plain = block()
+    plain = make_block()
     total = sum(p.numel() for p in plain.parameters())
     # Memory for the gradients of small parameters only.
     result = check(plain, max_bytes=8 * total + 16 * 3000 + 64 * 2 * 9 * 16 * 4)
@@ -137,21 +137,21 @@ def test_a_memory_limit_leaves_out_large_gradients():
 
 
 def test_a_time_limit_leaves_out_later_cases():
-    result = check(block(), seconds=0)
+    result = check(make_block(), seconds=0)
     assert {row.case for row in result.rows} == {"the given inputs, float64"}
     assert len(result.notes) == 3 and "limit of 0 s is reached" in result.notes[0]
     with within(10):
-        check(block())
+        check(make_block())
 
 
 def test_a_program_that_raises_is_a_mismatch_and_an_original_that_raises_is_an_error():
     def broken(block, x):
         raise IndexError("out of range")
 
-    result = check_block(block(), broken, (tokens(2, 9),))
+    result = check_block(make_block(), broken, (tokens(2, 9),))
     assert not result.ok and "IndexError: out of range" in result.reason
     with pytest.raises(InvalidInput, match=r"the reference does not run on .*RuntimeError"):
-        check_block(block(), program(), (torch.randn(3, 5),))
+        check_block(make_block(), make_program(), (torch.randn(3, 5),))
 
 
 def test_keyword_arguments_and_no_floating_point_inputs():
@@ -159,11 +159,11 @@ def test_keyword_arguments_and_no_floating_point_inputs():
         def forward(self, ids, *, scale=1.0):
             return Plain.forward(self, self.router.weight[ids] * scale)
 
-    plain = block()
+    plain = make_block()
     plain.__class__ = Embedded
 
     def embedded(block, ids, *, scale):
-        return program()(block, block.router.weight[ids] * scale)
+        return make_program()(block, block.router.weight[ids] * scale)
 
     result = check_block(plain, embedded, (torch.arange(8),), {"scale": 2.0})
     assert result.ok and {row.case.split(", ")[0] for row in result.rows} == {"the given inputs"}
@@ -181,19 +181,19 @@ class Rows(nn.Module):
         return torch.cat([self.inner(row[None]) for row in x]) if self.is_loop else self.inner(x)
 
 
-def _of_a_crowd(rows: Rows, tokens: int) -> BlockCheck:
+def _check_crowd(rows: Rows, tokens: int) -> BlockCheck:
     few, many = torch.randn(2, 8), torch.randn(tokens, 8)
     return check_block(rows, lambda block, x: block.inner(x), (few,), crowd=((many,), {}))
 
 
 def test_a_busy_machine_checks_many_tokens_too():
-    result = _of_a_crowd(Rows(seconds=0.02), 1000)
+    result = _check_crowd(Rows(seconds=0.02), 1000)
     assert result.ok
     assert "a crowd of tokens, float64" in {row.case for row in result.rows}, result.notes
 
 
 def test_a_check_of_many_tokens_with_too_many_ops_is_skipped():
-    result = _of_a_crowd(Rows(is_loop=True), 200_000)
+    result = _check_crowd(Rows(is_loop=True), 200_000)
     assert any("too slow" in note for note in result.notes), result.notes
     assert "unrelated inputs, float64" in {row.case for row in result.rows}
 

@@ -12,7 +12,7 @@ from moefx.comparison.compare import Comparison, Subject, compare
 from moefx.comparison.numeric_precision import find_working_precision
 from moefx.comparison.sandbox import Casts, RunOptions
 from moefx.errors import InvalidInput
-from tests.verification.models import FAULTS, Plain, pair
+from tests.verification.models import FAULTS, Plain, build_pair
 
 DTYPES = [None, torch.float64, torch.bfloat16, torch.float16]
 
@@ -26,7 +26,7 @@ def tokens(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(*shape, 16, generator=torch.Generator().manual_seed(seed))
 
 
-def failed(comparison: Comparison) -> set[tuple[str, str]]:
+def list_failed(comparison: Comparison) -> set[tuple[str, str]]:
     return {(row.kind, row.name) for row in comparison.rows if not row.ok}
 
 
@@ -34,9 +34,9 @@ def failed(comparison: Comparison) -> set[tuple[str, str]]:
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("shape", [(2, 20), (1, 1), (3, 7)])
 def test_a_correct_rewrite_passes(dtype, train, shape):
-    original, compiled = pair()
+    original, compiled = build_pair()
     comparison = check(original.train(train), compiled.train(train), tokens(*shape), dtype=dtype)
-    assert comparison.ok, failed(comparison)
+    assert comparison.ok, list_failed(comparison)
     assert not comparison.notes
     kinds = [row.kind for row in comparison.rows]
     assert kinds.count("output") == 2 and kinds.count("grad_input") == 1
@@ -48,7 +48,7 @@ def test_a_correct_rewrite_passes(dtype, train, shape):
 @pytest.mark.parametrize("seed", range(8))
 def test_a_correct_rewrite_passes_for_any_weights(seed):
     for top_k, dtype in ((1, None), (1, torch.float64), (2, torch.float64), (8, None), (3, torch.bfloat16)):
-        original, compiled = pair(seed, top_k=top_k, num_experts=8)
+        original, compiled = build_pair(seed, top_k=top_k, num_experts=8)
         comparison = check(original, compiled, tokens(2, 9, seed=seed), dtype=dtype, seed=seed)
         assert comparison.ok, (top_k, dtype, [row for row in comparison.rows if not row.ok])
 
@@ -56,7 +56,7 @@ def test_a_correct_rewrite_passes_for_any_weights(seed):
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("dtype", [None, torch.float64])
 def test_every_mistake_is_seen(fault, dtype):
-    original, compiled = pair(fault=fault)
+    original, compiled = build_pair(fault=fault)
     assert not check(original, compiled, tokens(2, 20), dtype=dtype).ok
 
 
@@ -70,7 +70,7 @@ COARSE = {  # below the rounding of half precision
 def test_mistakes_are_seen_in_half_precision(fault, dtype):
     if fault == "overflow" and dtype == torch.bfloat16:
         pytest.skip("bfloat16 has float32's range")
-    original, compiled = pair(fault=fault)
+    original, compiled = build_pair(fault=fault)
     assert not check(original, compiled, tokens(2, 20), dtype=dtype).ok
 
 
@@ -86,17 +86,17 @@ def test_mistakes_are_seen_in_half_precision(fault, dtype):
     ],
 )
 def test_the_wrong_tensor_is_named(fault, where):
-    original, compiled = pair(fault=fault)
-    assert where in failed(check(original, compiled, tokens(2, 20)))
+    original, compiled = build_pair(fault=fault)
+    assert where in list_failed(check(original, compiled, tokens(2, 20)))
 
 
 def test_only_the_wrong_tensor_is_named():
-    original, compiled = pair(fault="lost gradient of one expert")
-    assert failed(check(original, compiled, tokens(2, 20))) == {("grad_param", "experts.7.down.weight")}
+    original, compiled = build_pair(fault="lost gradient of one expert")
+    assert list_failed(check(original, compiled, tokens(2, 20))) == {("grad_param", "experts.7.down.weight")}
 
 
 def test_nothing_is_touched():
-    original, compiled = pair()
+    original, compiled = build_pair()
     for model in (original, compiled):
         model.get_submodule("experts.3").eval()
         for p in model.parameters():
@@ -127,7 +127,7 @@ def test_nothing_is_touched():
 
 
 def test_runs_inside_no_grad_and_inference_mode():
-    original, compiled = pair()
+    original, compiled = build_pair()
     with torch.no_grad():
         assert any(row.kind == "grad_param" for row in check(original, compiled, tokens(2, 5)).rows)
     with torch.inference_mode():
@@ -135,39 +135,39 @@ def test_runs_inside_no_grad_and_inference_mode():
 
 
 def test_without_gradients_only_the_forward_is_compared():
-    original, compiled = pair(fault="missing router gradient")
+    original, compiled = build_pair(fault="missing router gradient")
     comparison = check(original, compiled, tokens(2, 20), grads=False)
     assert comparison.ok and not {"grad_param", "grad_input"} & {row.kind for row in comparison.rows}
 
 
 def test_a_loss_of_the_users():
-    original, compiled = pair()
+    original, compiled = build_pair()
     comparison = check(original, compiled, tokens(2, 20), loss=lambda out: out[0].square().mean())
     assert comparison.ok and ("output", "loss") in {(row.kind, row.name) for row in comparison.rows}
-    original, compiled = pair(fault="missing router gradient")
+    original, compiled = build_pair(fault="missing router gradient")
     assert not check(original, compiled, tokens(2, 20), loss=lambda out: out[0].square().mean()).ok
     # A loss that does not depend on the fault does not show it.
     assert check(original, compiled, tokens(2, 20), loss=lambda out: out[1].square().mean()).ok
 
 
 def test_faults_are_found_under_autocast():
-    original, compiled = pair()
+    original, compiled = build_pair()
     with torch.autocast("cpu", torch.bfloat16):
         assert check(original, compiled, tokens(2, 20)).ok
         assert find_working_precision(original, ((tokens(1, 1),), {}), None)[0] is torch.bfloat16
-        original, compiled = pair(fault="swapped experts")
+        original, compiled = build_pair(fault="swapped experts")
         assert not check(original, compiled, tokens(2, 20)).ok
 
 
 def test_frozen_and_tied_parameters():
-    original, compiled = pair()
+    original, compiled = build_pair()
     original.experts[0].requires_grad_(False)
     comparison = check(original, compiled, tokens(2, 20))
     assert comparison.ok and not any(row.name.startswith("experts.0.") for row in comparison.rows)
 
 
 def test_an_expert_that_no_token_hit_may_have_no_gradient():
-    original, compiled = pair()
+    original, compiled = build_pair()
     with torch.no_grad():
         original.router.bias[0] = -100.0
 
@@ -206,7 +206,7 @@ def test_outputs_in_dataclasses_dicts_and_objects():
                 "loss": float(scores.numel()),
             }
 
-    original, compiled = pair()
+    original, compiled = build_pair()
     comparison = check(Wrapped(original), Wrapped(compiled), tokens(2, 3), mask=torch.ones(2, 3))
     names = {row.name for row in comparison.rows if row.kind == "output"}
     assert comparison.ok and names == {"out", "cache.keys.0", "count", "loss"}
@@ -217,13 +217,13 @@ def test_different_outputs_fail():
         def forward(self, x):
             return super().forward(x)[:1]
 
-    original, compiled = pair()
+    original, compiled = build_pair()
     compiled.__class__ = One
     comparison = check(original, compiled, tokens(2, 3))
-    assert ("output", "1") in failed(comparison)
+    assert ("output", "1") in list_failed(comparison)
     compiled.__class__ = type("Raises", (Plain,), {"forward": lambda self, x: x @ x})
     comparison = check(original, compiled, tokens(2, 3))
-    assert failed(comparison) == {("output", "forward and backward")} and "RuntimeError" in comparison.rows[0].note
+    assert list_failed(comparison) == {("output", "forward and backward")} and "RuntimeError" in comparison.rows[0].note
     with pytest.raises(InvalidInput, match="the reference does not run on case 1: RuntimeError"):
         check(compiled, original, tokens(2, 3))
 
@@ -246,8 +246,8 @@ class Skipping(nn.Module):
 def test_an_output_that_zeros_alone_reach_may_require_grad():
     assert check(Skipping("skips"), Skipping("constant"), tokens(2, 3)).ok
     lost = {("output", "output.requires_grad")}
-    assert failed(check(Skipping("constant"), Skipping("skips"), tokens(2, 3))) == lost
-    assert failed(check(Skipping("detached"), Skipping("right"), tokens(2, 3))) == {
+    assert list_failed(check(Skipping("constant"), Skipping("skips"), tokens(2, 3))) == lost
+    assert list_failed(check(Skipping("detached"), Skipping("right"), tokens(2, 3))) == {
         ("grad_input", "0"), ("grad_param", "up.weight")
     }  # fmt: skip
 
@@ -262,8 +262,8 @@ def test_an_update_of_the_input_in_place_is_compared():
             return x.mul_(2) if self.right else x * 2
 
     assert check(InPlace(True), InPlace(True), tokens(2, 3)).ok
-    assert failed(check(InPlace(True), InPlace(False), tokens(2, 3))) == {("state", "input 0")}
-    assert failed(check(InPlace(False), InPlace(True), tokens(2, 3))) == {("state", "input 0")}
+    assert list_failed(check(InPlace(True), InPlace(False), tokens(2, 3))) == {("state", "input 0")}
+    assert list_failed(check(InPlace(False), InPlace(True), tokens(2, 3))) == {("state", "input 0")}
 
 
 def test_a_model_without_float64_is_judged_in_its_own_precision():
@@ -273,12 +273,12 @@ def test_a_model_without_float64_is_judged_in_its_own_precision():
                 raise NotImplementedError("no kernel for Double")
             return super().forward(x)
 
-    original, compiled = pair()
+    original, compiled = build_pair()
     original.__class__ = Fixed
     comparison = check(original, compiled, tokens(2, 20))
     assert comparison.ok and "no kernel for Double" in comparison.notes[0]
     for fault in FAULTS:
-        original, compiled = pair(fault=fault)
+        original, compiled = build_pair(fault=fault)
         original.__class__ = Fixed
         assert not check(original, compiled, tokens(2, 20)).ok, fault
 
@@ -293,8 +293,8 @@ def test_an_unused_random_draw_is_not_dropped(source):
             source(1)
             return result
 
-    original, compiled = pair()
+    original, compiled = build_pair()
     original.__class__ = Draws
-    assert failed(check(original, compiled, tokens(2, 3))) == {("state", "random numbers drawn")}
+    assert list_failed(check(original, compiled, tokens(2, 3))) == {("state", "random numbers drawn")}
     compiled.__class__ = Draws
     assert check(original, compiled, tokens(2, 3)).ok

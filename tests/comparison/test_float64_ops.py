@@ -91,7 +91,7 @@ class Block(nn.Module):
         return torch.zeros_like(x).index_add(0, order // 2, rows) + self.shared(x)
 
 
-def _compiled(shared, **plan):
+def _compile_and_warn(shared, **plan):
     torch.manual_seed(0)
     model, x = Block(shared), torch.randn(40, 16)
     with warnings.catch_warnings(record=True) as caught:
@@ -103,7 +103,7 @@ def _compiled(shared, **plan):
 
 @pytest.mark.parametrize("validation", ["auto", "numeric"])
 def test_grouped_mm_is_checked_in_float64(validation):
-    compiled, model, x, block, caught = _compiled(nn.Identity(), validation=validation)
+    compiled, model, x, block, caught = _compile_and_warn(nn.Identity(), validation=validation)
     assert block.validation.startswith("agrees in ") and "compared in" not in block.validation
     assert not [text for text in caught if "numeric check" in text]
     report = moefx.verify(compiled, model, (x,))
@@ -111,7 +111,7 @@ def test_grouped_mm_is_checked_in_float64(validation):
 
 
 def test_an_op_without_float64_is_compared_in_its_own_precision():
-    compiled, model, x, block, caught = _compiled(call_half_silu)
+    compiled, model, x, block, caught = _compile_and_warn(call_half_silu)
     assert block.validation.startswith("agrees in ")
     assert "not in float64 (RuntimeError: half_silu has no float64 kernel), compared in its own precision" in (
         block.validation
@@ -122,7 +122,7 @@ def test_an_op_without_float64_is_compared_in_its_own_precision():
 
 
 def test_a_check_that_could_not_run_warns():
-    *_, block, caught = _compiled(call_fake_only)
+    *_, block, caught = _compile_and_warn(call_fake_only)
     assert block.validation.startswith("could not run: ")
     (text,) = [text for text in caught if "without a numeric check" in text]
     assert "fake_only has no kernel on this machine" in text and "moefx.verify" in text

@@ -15,7 +15,7 @@ ROW = Row("layers.0.mlp", "weight", "grad_param", ok=False)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
-def product(dtype: torch.dtype, *, order: slice | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def compute_product(dtype: torch.dtype, *, order: slice | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a product in `dtype`, with its terms summed in the order of `order`, and the float64 truth."""
     g = torch.Generator().manual_seed(0)
     x, w = (torch.randn(s, generator=g, dtype=torch.float64).to(dtype) for s in ((96, 64), (64, 32)))
@@ -24,17 +24,17 @@ def product(dtype: torch.dtype, *, order: slice | None = None) -> tuple[torch.Te
     return (x @ w if order is None else sum(parts[order][1:], parts[order][0])), truth
 
 
-def verdict(value, original, truth, dtype, **kw) -> Row:
+def judge_value(value, original, truth, dtype, **kw) -> Row:
     return judge(ROW, value, original, truth, tolerance(dtype, 64), **kw)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_another_order_of_the_same_sum_passes(dtype):
-    original, truth = product(dtype)
+    original, truth = compute_product(dtype)
     # Partial sums in half precision would also be rounded. Round once, like an accumulator.
     wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-    other = product(wide, order=slice(None, None, -1))[0] if wide is dtype else truth.to(wide)
-    row = verdict(other.to(dtype), original, truth, dtype)
+    other = compute_product(wide, order=slice(None, None, -1))[0] if wide is dtype else truth.to(wide)
+    row = judge_value(other.to(dtype), original, truth, dtype)
     assert row.ok and row.error <= row.bound
     assert (row.block, row.name, row.kind) == ("layers.0.mlp", "weight", "grad_param")
 
@@ -57,14 +57,14 @@ BAD = {
 @pytest.mark.parametrize("fault", BAD)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_wrong_tensor_fails(dtype, fault):
-    original, truth = product(dtype)
-    row = verdict(BAD[fault](original), original, truth, dtype)
+    original, truth = compute_product(dtype)
+    row = judge_value(BAD[fault](original), original, truth, dtype)
     assert not row.ok, row
 
 
 def test_the_bound_is_the_stated_formula():
-    original, truth = product(torch.float32)
-    row = verdict(original * (1 + 1e-4), original, truth, torch.float32)
+    original, truth = compute_product(torch.float32)
+    row = judge_value(original * (1 + 1e-4), original, truth, torch.float32)
     u = torch.finfo(torch.float32).eps / 2
     rel2 = float((original.double() - truth).norm() / torch.maximum(truth.abs(), original.double().abs()).norm())
     assert row.norm == "rel2" and row.error == pytest.approx(1e-4, rel=1e-2)
@@ -75,14 +75,14 @@ def test_the_bound_is_the_stated_formula():
 
 def test_a_scale_of_one_part_in_ten_million_is_seen_in_float64_and_not_in_float32():
     for dtype, seen in ((torch.float64, True), (torch.float32, False)):
-        original, truth = product(dtype)
-        assert verdict(original * (1 + 1e-7), original, truth, dtype).ok is not seen
+        original, truth = compute_product(dtype)
+        assert judge_value(original * (1 + 1e-7), original, truth, dtype).ok is not seen
 
 
 def test_non_finite_values_pass_only_at_the_same_places():
-    original, truth = product(torch.float16)
+    original, truth = compute_product(torch.float16)
     original[0, 0], original[0, 1], original[0, 2] = math.nan, math.inf, -math.inf
-    row = verdict(original.clone(), original, truth, torch.float16)
+    row = judge_value(original.clone(), original, truth, torch.float16)
     assert row.ok and "3 values are NaN or Inf" in row.note
     for place, value in (
         ((0, 0), math.inf),
@@ -93,50 +93,50 @@ def test_non_finite_values_pass_only_at_the_same_places():
     ):
         bad = original.clone()
         bad[place] = value
-        assert not verdict(bad, original, truth, torch.float16).ok
+        assert not judge_value(bad, original, truth, torch.float16).ok
 
 
 def test_nothing_finite_is_not_a_pass():
     t = torch.full((3, 4), math.nan)
-    assert not verdict(t, t, t.double(), torch.float32).ok
+    assert not judge_value(t, t, t.double(), torch.float32).ok
 
 
 def test_a_gradient_that_is_zero_in_exact_arithmetic_is_measured_against_the_originals_noise():
     g = torch.Generator().manual_seed(0)
     noise = torch.randn(2, 8, 64, generator=g) * 1e-9
     truth = torch.zeros(8, 64, dtype=torch.float64)
-    assert verdict(noise[0], noise[1], truth, torch.float32).ok
-    assert not verdict(noise[0] * 10, noise[1], truth, torch.float32).ok
-    assert not verdict(noise[0], torch.zeros(8, 64), truth, torch.float32).ok
-    assert verdict(noise[0], torch.zeros(8, 64), truth, torch.float32, noise=[noise[1]]).ok
-    assert verdict(torch.zeros(8, 64), torch.zeros(8, 64), truth, torch.float32).ok
+    assert judge_value(noise[0], noise[1], truth, torch.float32).ok
+    assert not judge_value(noise[0] * 10, noise[1], truth, torch.float32).ok
+    assert not judge_value(noise[0], torch.zeros(8, 64), truth, torch.float32).ok
+    assert judge_value(noise[0], torch.zeros(8, 64), truth, torch.float32, noise=[noise[1]]).ok
+    assert judge_value(torch.zeros(8, 64), torch.zeros(8, 64), truth, torch.float32).ok
 
 
 def test_noise_of_neighbouring_data_widens_the_bound_and_no_more():
-    original, truth = product(torch.float64)
+    original, truth = compute_product(torch.float64)
     moved = original * (1 + 1e-12)
-    assert not verdict(original * (1 - 1e-12), original, truth, torch.float64).ok
-    assert verdict(original * (1 - 1e-12), original, truth, torch.float64, noise=[moved]).ok
-    assert not verdict(original * (1 - 3e-12), original, truth, torch.float64, noise=[moved]).ok
-    assert not verdict(original * 2, original, truth, torch.float64, noise=[original * math.nan]).ok
+    assert not judge_value(original * (1 - 1e-12), original, truth, torch.float64).ok
+    assert judge_value(original * (1 - 1e-12), original, truth, torch.float64, noise=[moved]).ok
+    assert not judge_value(original * (1 - 3e-12), original, truth, torch.float64, noise=[moved]).ok
+    assert not judge_value(original * 2, original, truth, torch.float64, noise=[original * math.nan]).ok
 
 
 def test_integers_and_booleans_must_be_equal():
     t = torch.arange(6)
-    assert verdict(t.clone(), t, t, torch.float32).ok
-    row = verdict(t + (t == 3), t, t, torch.float32)
+    assert judge_value(t.clone(), t, t, torch.float32).ok
+    row = judge_value(t + (t == 3), t, t, torch.float32)
     assert not row.ok and row.error == 1
-    assert not verdict(t == 3, t == 2, t == 2, torch.float32).ok
+    assert not judge_value(t == 3, t == 2, t == 2, torch.float32).ok
 
 
 def test_scalars_and_empty_and_complex_tensors():
     one = torch.tensor(1.0)
-    assert verdict(one, one, one.double(), torch.float32).ok
-    assert not verdict(one + 1e-4, one, one.double(), torch.float32).ok
-    assert verdict(torch.zeros(0, 4), torch.zeros(0, 4), torch.zeros(0, 4), torch.float32).ok
+    assert judge_value(one, one, one.double(), torch.float32).ok
+    assert not judge_value(one + 1e-4, one, one.double(), torch.float32).ok
+    assert judge_value(torch.zeros(0, 4), torch.zeros(0, 4), torch.zeros(0, 4), torch.float32).ok
     z = torch.randn(3, 4, dtype=torch.complex64)
-    assert verdict(z, z, z.to(torch.complex128), torch.float32).ok
-    assert not verdict(z.conj().resolve_conj(), z, z.to(torch.complex128), torch.float32).ok
+    assert judge_value(z, z, z.to(torch.complex128), torch.float32).ok
+    assert not judge_value(z.conj().resolve_conj(), z, z.to(torch.complex128), torch.float32).ok
 
 
 @settings(max_examples=50, deadline=None)
@@ -152,8 +152,8 @@ def test_losing_any_row_of_any_shape_is_seen(rows, cols, row, scale):
     original = truth.float()
     lost = original.clone()
     lost[row % rows] = 0
-    assert verdict(original, original, truth, torch.float32).ok
-    assert not verdict(lost, original, truth, torch.float32).ok
+    assert judge_value(original, original, truth, torch.float32).ok
+    assert not judge_value(lost, original, truth, torch.float32).ok
 
 
 def test_tensors_that_are_judged_together_get_the_verdicts_that_each_gets_alone():

@@ -13,7 +13,7 @@ from moefx.comparison.routing_tape import AlignMode, CannotReplay, RecordingMode
 TOL = tolerance(torch.float32, 16)
 
 
-def scores(*shape: int, seed: int = 0) -> torch.Tensor:
+def draw_scores(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -59,7 +59,7 @@ SELECT = {
 @pytest.mark.parametrize("op", SELECT)
 def test_a_selection_is_imposed_and_its_values_are_those_of_the_new_floats(op):
     tape, scope = Tape(), Scope()
-    x = scores(6, 8)
+    x = draw_scores(6, 8)
     with RecordingMode(tape, scope):
         ids, values = SELECT[op](x)
     other = x.flip(0).double() * 3  # selects other experts for all tokens
@@ -76,8 +76,8 @@ def test_a_selection_is_imposed_and_its_values_are_those_of_the_new_floats(op):
 def test_gradients_flow_through_an_imposed_selection():
     tape, scope = Tape(), Scope()
     with RecordingMode(tape, scope):
-        ids = scores(6, 8).topk(3, -1).indices
-    x = scores(6, 8, seed=1).requires_grad_()
+        ids = draw_scores(6, 8).topk(3, -1).indices
+    x = draw_scores(6, 8, seed=1).requires_grad_()
     with ReplayMode(tape, scope, promote=False):
         x.topk(3, -1).values.sum().backward()
     assert torch.equal(x.grad, torch.zeros(6, 8).scatter(-1, ids, 1.0))
@@ -98,9 +98,9 @@ DECIDE = {
 def test_every_op_from_floats_to_integers_is_a_decision(op):
     tape, scope = Tape(), Scope()
     with RecordingMode(tape, scope):
-        first = DECIDE[op](scores(6, 8))
+        first = DECIDE[op](draw_scores(6, 8))
     with ReplayMode(tape, scope, promote=True):
-        again = DECIDE[op](scores(6, 8, seed=3).double())
+        again = DECIDE[op](draw_scores(6, 8, seed=3).double())
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
@@ -110,18 +110,18 @@ def test_a_recorded_mask_is_not_changed_by_later_updates_in_place():
         mask.scatter_(-1, x.topk(2, -1).indices, True)
         return mask
 
-    first, again, _ = replay(group_limited, scores(6, 8))
+    first, again, _ = replay(group_limited, draw_scores(6, 8))
     assert torch.equal(first, again) and int(again.sum()) == 12
 
 
 def test_explicit_casts_to_low_precision_do_not_round_the_truth():
-    weight = scores(8, 8, seed=2).double()
+    weight = draw_scores(8, 8, seed=2).double()
 
     def router(x):
         p = F.softmax(x @ weight.to(x.dtype), -1, dtype=torch.float32) + torch.zeros(8, dtype=torch.float32)
         return (p.float().half() * torch.tensor([1.0, 1.1] * 4)).to(torch.bfloat16)
 
-    x = scores(6, 8)
+    x = draw_scores(6, 8)
     exact = F.softmax(x.double() @ weight, -1) * torch.tensor([1.0, 1.1] * 4).double()
     first, truth, _ = replay(router, x)
     assert first.dtype == torch.bfloat16 and truth.dtype == torch.float64
@@ -145,7 +145,7 @@ DRAW = {
 @pytest.mark.parametrize("op", DRAW)
 def test_random_draws_are_the_same_in_float64(op):
     torch.manual_seed(0)
-    first, truth, _ = replay(DRAW[op], scores(6, 8))
+    first, truth, _ = replay(DRAW[op], draw_scores(6, 8))
     assert truth.dtype == torch.float64
     torch.testing.assert_close(first.double(), truth, rtol=1e-5, atol=1e-6)
 
@@ -156,7 +156,7 @@ def test_a_draw_inside_a_kernel_is_refused():
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, 0.5)[0]
 
     tape, scope = Tape(), Scope()
-    q = scores(1, 1, 6, 8)
+    q = draw_scores(1, 1, 6, 8)
     with RecordingMode(tape, scope):
         F.scaled_dot_product_attention(q, q, q)
     assert not tape.cannot_replay
@@ -170,11 +170,11 @@ def test_another_path_in_float64_is_refused():
         return x.topk(2).values if x.dtype == torch.float32 else x.topk(3).values
 
     with pytest.raises(CannotReplay, match="topk"):
-        replay(path, scores(6, 8))
+        replay(path, draw_scores(6, 8))
 
 
 def test_near_ties_follow_the_reference_and_are_counted():
-    x = scores(32, 8)
+    x = draw_scores(32, 8)
     x[5, 3] = x[5].topk(2).values[1] * (1 - 1e-8)  # rounds to a tie
     x[9] = torch.tensor([1.0, 1.0, 1.0, 0, 0, 0, 0, 0])
     moved = x.clone()
@@ -188,7 +188,7 @@ def test_near_ties_follow_the_reference_and_are_counted():
 
 
 def test_a_difference_beyond_rounding_is_kept_and_counted():
-    x = scores(32, 8)
+    x = draw_scores(32, 8)
     moved = x.clone()
     moved[5] = moved[5].flip(0)
     selected = moved.topk(2, -1).indices
@@ -215,11 +215,11 @@ def test_a_tie_that_is_broken_differently_is_a_difference():
 @pytest.mark.parametrize("op", SELECT)
 def test_every_selection_aligns(op):
     x = torch.full((6, 8), 0.5)  # ties everywhere: any selection is correct
-    moved = x + scores(6, 8) * 1e-9
-    first, out, (row,) = align(SELECT[op], x.double(), moved.double() + scores(6, 8).double() * 1e-9)
+    moved = x + draw_scores(6, 8) * 1e-9
+    first, out, (row,) = align(SELECT[op], x.double(), moved.double() + draw_scores(6, 8).double() * 1e-9)
     assert torch.equal(out[0], first[0]) and row.beyond == 0
-    _, out, (row,) = align(SELECT[op], scores(6, 8), scores(6, 8, seed=1))
-    assert torch.equal(out[0], SELECT[op](scores(6, 8, seed=1))[0]) and row.imposed == 0
+    _, out, (row,) = align(SELECT[op], draw_scores(6, 8), draw_scores(6, 8, seed=1))
+    assert torch.equal(out[0], SELECT[op](draw_scores(6, 8, seed=1))[0]) and row.imposed == 0
 
 
 def test_masked_experts_and_other_ops_between():
@@ -227,7 +227,7 @@ def test_masked_experts_and_other_ops_between():
         top = x.masked_fill(x < -1, -torch.inf).topk(2, -1)
         return top.indices
 
-    x = scores(32, 8)
+    x = draw_scores(32, 8)
     first, out, (row,) = align(router, x, x.clone())
     assert torch.equal(first, out) and row.identical == 1
     # Ops that only one of the programs has do not shift the alignment.
@@ -279,6 +279,6 @@ def test_tensors_of_the_default_dtype_are_promoted():
         gates = torch.zeros(len(x), x.shape[-1]).scatter(1, ids, w) * torch.full((x.shape[-1],), 0.5)
         return gates @ torch.eye(x.shape[-1]) + torch.rand(x.shape[-1])
 
-    first, exact, _ = replay(function, scores(5, 8))
+    first, exact, _ = replay(function, draw_scores(5, 8))
     assert exact.dtype is torch.float64
     torch.testing.assert_close(exact.float(), first)

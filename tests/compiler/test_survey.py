@@ -36,34 +36,34 @@ class Model(nn.Module):
         return x
 
 
-def names(model: nn.Module) -> list[list[str]]:
+def list_names(model: nn.Module) -> list[list[str]]:
     found = survey_model(model, (torch.zeros(5, D),), Plan())
     assert not found.refused
     return [[*m.names] for m in found.matched]
 
 
 def test_unread_numbers_share_one_program():
-    assert names(Model(*(Layer(number=i) for i in range(3)))) == [["layers.0", "layers.1", "layers.2"]]
+    assert list_names(Model(*(Layer(number=i) for i in range(3)))) == [["layers.0", "layers.1", "layers.2"]]
 
 
 def test_layers_that_read_other_attributes_are_proven_separately():
-    assert names(Model(Layer(1.0), Layer(2.0), Layer(1.0))) == [["layers.0", "layers.2"], ["layers.1"]]
+    assert list_names(Model(Layer(1.0), Layer(2.0), Layer(1.0))) == [["layers.0", "layers.2"], ["layers.1"]]
 
 
-def activation(kind: type[nn.Module]) -> nn.Module:
+def make_activation(kind: type[nn.Module]) -> nn.Module:
     layer = Layer()
     for expert in layer.experts:
         expert.act = kind()
     return layer
 
 
-def integers(value: int) -> nn.Module:
+def make_integers(value: int) -> nn.Module:
     layer = Layer()
     layer.register_buffer("offset", torch.tensor(value))
     return layer
 
 
-def method() -> nn.Module:
+def make_method() -> nn.Module:
     layer = Layer()
     layer.route = types.MethodType(lambda self, x: self.gate(x).sigmoid().topk(self.k, -1), layer)
     return layer
@@ -73,15 +73,15 @@ def method() -> nn.Module:
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        (lambda: activation(nn.ReLU), lambda: activation(nn.SiLU)),
-        (lambda: integers(1), lambda: integers(2)),
-        (Layer, method),
+        (lambda: make_activation(nn.ReLU), lambda: make_activation(nn.SiLU)),
+        (lambda: make_integers(1), lambda: make_integers(2)),
+        (Layer, make_method),
     ],
     ids=["class of a submodule", "integer buffer", "method of its own"],
 )
 def test_different_blocks_of_one_class_are_proven_separately(one, other):
     model = Model(one(), other(), one())
-    assert names(model) == [["layers.0", "layers.2"], ["layers.1"]]
+    assert list_names(model) == [["layers.0", "layers.2"], ["layers.1"]]
 
 
 def test_a_parent_reads_attributes_that_layers_set():
@@ -94,12 +94,12 @@ def test_a_parent_reads_attributes_that_layers_set():
         def forward(self, x):
             return super().forward(x) + sum(layer.seen for layer in self.layers)
 
-    assert names(Reads(Leaves(), Leaves())) == [["layers.0", "layers.1"]]
+    assert list_names(Reads(Leaves(), Leaves())) == [["layers.0", "layers.1"]]
 
 
 def test_watching_leaves_the_class_alone():
     before = set(vars(Layer))
-    names(Model(Layer(1.0), Layer(2.0)))
+    list_names(Model(Layer(1.0), Layer(2.0)))
     assert set(vars(Layer)) == before
 
 

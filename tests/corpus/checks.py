@@ -34,7 +34,7 @@ class _SinglePrecision(TorchDispatchMode):
         return out
 
 
-def tolerance(case: Case, model: nn.Module, inputs: Inputs) -> float:
+def choose_tolerance(case: Case, model: nn.Module, inputs: Inputs) -> float:
     """Return the tolerance relative to the largest entry:
 
     for reordered float64 sums, or for float32 if the model uses it.
@@ -44,7 +44,7 @@ def tolerance(case: Case, model: nn.Module, inputs: Inputs) -> float:
     return 2e-5 if mode.seen or case.dtype != torch.float64 else 1e-10
 
 
-def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+def compute_distance(a: torch.Tensor, b: torch.Tensor) -> float:
     """Return the largest difference relative to the largest entry, or infinity if only one entry is finite."""
     if a.shape != b.shape or a.dtype != b.dtype:
         raise AssertionError(f"{list(a.shape)} {a.dtype} became {list(b.shape)} {b.dtype}")
@@ -63,7 +63,7 @@ def assert_trees_close(label: str, expected: Any, actual: Any, tol: float) -> No
     assert len(expected) == len(actual), f"{label}: {len(expected)} tensors became {len(actual)}"
     for i, (a, b) in enumerate(zip(expected, actual, strict=True)):
         try:
-            gap = distance(a, b)
+            gap = compute_distance(a, b)
         except AssertionError as error:
             raise AssertionError(f"{label}[{i}]: {error}") from None
         assert gap <= tol, f"{label}[{i}] {list(a.shape)}: relative difference {gap:.2g} > {tol:.0g}"
@@ -90,7 +90,7 @@ class State:
             assert torch.equal(t, self.entries[name]) or t.isnan().any(), f"{label}: {name} changed"
 
 
-def leaf_inputs(inputs: Inputs) -> tuple[Inputs, list[torch.Tensor]]:
+def make_leaf_inputs(inputs: Inputs) -> tuple[Inputs, list[torch.Tensor]]:
     """Copy inputs so that float tensors require grad and are no leaves: the model may edit them in place."""
     leaves: list[torch.Tensor] = []
 
@@ -108,7 +108,7 @@ def leaf_inputs(inputs: Inputs) -> tuple[Inputs, list[torch.Tensor]]:
 def train_step(case: Case, model: nn.Module, inputs: Inputs, lr: float = 0.1) -> dict[str, Any]:
     """Run one SGD step and return all observable results."""
     model.zero_grad(set_to_none=True)
-    inputs, leaves = leaf_inputs(inputs)
+    inputs, leaves = make_leaf_inputs(inputs)
     torch.manual_seed(1234)
     output = case.call(model, inputs)
     loss = case.loss_of(output)
@@ -151,13 +151,13 @@ def compare_steps(
             assert_trees_close(f"{label}: {what}", expected[what], actual[what], tol)
 
 
-def block_calls(case: Case, model: nn.Module, names: list[str], inputs: Inputs) -> dict[str, tuple[tuple, dict]]:
+def record_block_calls(case: Case, model: nn.Module, names: list[str], inputs: Inputs) -> dict[str, tuple[tuple, dict]]:
     """Return the arguments of the first call of each named block in one forward."""
     modules, seen, handles = dict(model.named_modules()), {}, []
 
     def record(name):
         def hook(module, args, kwargs):
-            seen.setdefault(name, copy.deepcopy((_detached(args), _detached(kwargs))))
+            seen.setdefault(name, copy.deepcopy((_detach(args), _detach(kwargs))))
 
         return hook
 
@@ -170,27 +170,27 @@ def block_calls(case: Case, model: nn.Module, names: list[str], inputs: Inputs) 
     return seen
 
 
-def _detached(value: Any) -> Any:
+def _detach(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach()
     if isinstance(value, tuple):
-        return tuple(map(_detached, value))
+        return tuple(map(_detach, value))
     if isinstance(value, dict):
-        return {k: _detached(v) for k, v in value.items()}
+        return {k: _detach(v) for k, v in value.items()}
     return value
 
 
-def name_of(item: Any) -> str:
+def get_name(item: Any) -> str:
     return item if isinstance(item, str) else getattr(item, "name", str(item))
 
 
-def rewritten_names(compiled: nn.Module) -> list[str]:
-    return [name_of(b) for b in moefx.blocks(compiled)]
+def list_rewritten(compiled: nn.Module) -> list[str]:
+    return [get_name(b) for b in moefx.blocks(compiled)]
 
 
 def check_rewritten(case: Case, compiled: nn.Module) -> str:
     """Check that every block was rewritten, at its own module, inside it, or at a module that contains it."""
-    found, notes = rewritten_names(compiled), []
+    found, notes = list_rewritten(compiled), []
     for name in case.block_names:
         inside = [f for f in found if f.startswith(f"{name}." if name else "")]
         around = [f for f in found if name.startswith(f"{f}." if f else "")]
@@ -202,17 +202,17 @@ def check_rewritten(case: Case, compiled: nn.Module) -> str:
 
 def check_argument_untouched(original: nn.Module, before: State, hooks: dict, modes: dict) -> None:
     before.check(original, "compile() changed its argument")
-    assert modes == modes_of(original), "compile() changed the training flags of its argument"
-    assert hooks == hooks_of(original), "compile() left hooks on its argument"
+    assert modes == read_modes(original), "compile() changed the training flags of its argument"
+    assert hooks == count_hooks(original), "compile() left hooks on its argument"
     instance_forwards = [n for n, m in original.named_modules() if "forward" in vars(m)]
     assert not instance_forwards, f"compile() replaced forward of its argument's {instance_forwards[0]!r}"
 
 
-def modes_of(model: nn.Module) -> dict[str, bool]:
+def read_modes(model: nn.Module) -> dict[str, bool]:
     return {n: m.training for n, m in model.named_modules()}
 
 
-def hooks_of(model: nn.Module) -> dict[str, int]:
+def count_hooks(model: nn.Module) -> dict[str, int]:
     kinds = (
         "_forward_hooks",
         "_forward_pre_hooks",
@@ -240,7 +240,7 @@ def check_same_shell(reference: nn.Module, compiled: nn.Module) -> None:
         assert value.shape == actual[key].shape and value.dtype == actual[key].dtype, f"state_dict[{key!r}] differs"
     tree = [(n, type(m)) for n, m in reference.named_modules()]
     assert tree == [(n, type(m)) for n, m in compiled.named_modules()], "the submodule tree differs"
-    assert modes_of(reference) == modes_of(compiled), "the training flags differ"
+    assert read_modes(reference) == read_modes(compiled), "the training flags differ"
     compiled.load_state_dict(expected)
 
 
@@ -301,8 +301,10 @@ def check_router_logits(case: Case, reference: nn.Module, compiled: nn.Module, i
 def check_fullgraph(case: Case, reference: nn.Module, compiled: nn.Module, inputs: Inputs, tol: float) -> None:
     """Check that one rewritten block of each class compiles to one graph, for other batch shapes and routings too."""
     modules, originals = dict(compiled.named_modules()), dict(reference.named_modules())
-    names = list({type(modules[n]): n for n in reversed(rewritten_names(compiled))}.values())
-    several = [block_calls(case, reference, names, i) for i in (inputs, case.fresh(3, 7, 5), case.fresh(1, 40, 6))]
+    names = list({type(modules[n]): n for n in reversed(list_rewritten(compiled))}.values())
+    several = [
+        record_block_calls(case, reference, names, i) for i in (inputs, case.fresh(3, 7, 5), case.fresh(1, 40, 6))
+    ]
     for name in names:
         torch._dynamo.reset()
         call = torch.compile(modules[name], fullgraph=True, backend="aot_eager")

@@ -84,23 +84,23 @@ def run_case(name: str, *, quick: bool = False, fullgraph: bool = False) -> Resu
             case = pick_dtype(name)
             result.verdict = case.verdict
             if case.verdict == "refuse":
-                _refused(case, result)
+                _check_refused(case, result)
             else:
-                _rewritten(case, result, quick, fullgraph)
+                _check_rewritten(case, result, quick, fullgraph)
     except (Exception, AssertionError) as error:
         result.error = error
     result.seconds = time.perf_counter() - start
     return result
 
 
-def _rewritten(case: Case, result: Result, quick: bool, fullgraph: bool) -> None:
+def _check_rewritten(case: Case, result: Result, quick: bool, fullgraph: bool) -> None:
     reference = copy.deepcopy(case.model)
     before, hooks, modes = (
         checks.State.of(case.model),
-        checks.hooks_of(case.model),
-        checks.modes_of(case.model),
+        checks.count_hooks(case.model),
+        checks.read_modes(case.model),
     )
-    tol = checks.tolerance(case, reference, case.inputs)
+    tol = checks.choose_tolerance(case, reference, case.inputs)
     inputs = copy.deepcopy(case.inputs)
 
     result.stage = "compile"
@@ -114,7 +114,7 @@ def _rewritten(case: Case, result: Result, quick: bool, fullgraph: bool) -> None
     assert torch.equal(rng, torch.get_rng_state()), "compile() moved the global random state"
     checks.assert_trees_close("example_inputs after compile", case.inputs, inputs, 0.0)
     checks.check_argument_untouched(case.model, before, hooks, modes)
-    if case.verdict == "either" and not checks.rewritten_names(compiled):
+    if case.verdict == "either" and not checks.list_rewritten(compiled):
         return _check_unchanged(case, result, reference, compiled)
     result.outcome = "rewritten"
     result.stage = "blocks"
@@ -163,17 +163,17 @@ def _rewritten(case: Case, result: Result, quick: bool, fullgraph: bool) -> None
             actual = case.call(compiled, copy.deepcopy(case.inputs))
         checks.assert_trees_close(f"eval, grad mode {grad}", expected, actual, tol)
     reference.train(), compiled.train()
-    if engine.fallbacks(compiled):
-        result.notes.append(f"{engine.fallbacks(compiled)} fallbacks in eval mode")
+    if engine.count_fallbacks(compiled):
+        result.notes.append(f"{engine.count_fallbacks(compiled)} fallbacks in eval mode")
     result.stage = ""
 
 
-def _refused(case: Case, result: Result) -> None:
+def _check_refused(case: Case, result: Result) -> None:
     reference = copy.deepcopy(case.model)
     before, hooks, modes = (
         checks.State.of(case.model),
-        checks.hooks_of(case.model),
-        checks.modes_of(case.model),
+        checks.count_hooks(case.model),
+        checks.read_modes(case.model),
     )
     result.stage = "strict"
     with _reuse_survey():
@@ -186,7 +186,7 @@ def _refused(case: Case, result: Result) -> None:
         result.stage = "lenient"
         compiled = moefx.compile(case.model, example_inputs=copy.deepcopy(case.inputs), strict=False)
     checks.check_argument_untouched(case.model, before, hooks, modes)
-    assert not checks.rewritten_names(compiled), f"rewritten: {checks.rewritten_names(compiled)}"
+    assert not checks.list_rewritten(compiled), f"rewritten: {checks.list_rewritten(compiled)}"
     _check_unchanged(case, result, reference, compiled)
 
 
@@ -214,7 +214,7 @@ def _check_unchanged(case: Case, result: Result, reference, compiled) -> None:
         return
     result.stage = "explain"
     explanation = moefx.explain(compiled)
-    refusals = engine.refusals(explanation)
+    refusals = engine.list_refusals(explanation)
     assert refusals, "explain() lists no refusal"
     reasons = [r for r in refusals if r.reason]
     assert reasons, f"explain() gives no reason: {refusals}"

@@ -29,43 +29,43 @@ GAPS = {
 FULLGRAPH_HF = ["mixtral", "deepseek_v3", "gpt_oss"]
 
 
-def cases(suite: str, always: list[str]) -> list:
+def list_cases(suite: str, always: list[str]) -> list:
     return [pytest.param(n, marks=[pytest.mark.sampled(1)] if n in always else []) for n in models.names(suite)]
 
 
-def passes(name: str, **options) -> None:
+def check_passes(name: str, **options) -> None:
     result = harness.run_case(name, **options)
     if result.error is not None:
         raise AssertionError(str(result)) from result.error
 
 
 @pytest.mark.sampled(6)
-@pytest.mark.parametrize("name", cases("plain", FULLGRAPH))
+@pytest.mark.parametrize("name", list_cases("plain", FULLGRAPH))
 def test_plain_models_pass(name):
-    passes(name, fullgraph=name in FULLGRAPH)
+    check_passes(name, fullgraph=name in FULLGRAPH)
 
 
 @pytest.mark.sampled(20)
-@pytest.mark.parametrize("name", cases("unseen", FULLGRAPH))
+@pytest.mark.parametrize("name", list_cases("unseen", FULLGRAPH))
 def test_unseen_models_pass_except_known_gaps(name, request):
     if name in GAPS:
         request.applymarker(pytest.mark.xfail(reason=GAPS[name], strict=True))
-    passes(name, fullgraph=name in FULLGRAPH)
+    check_passes(name, fullgraph=name in FULLGRAPH)
 
 
 @pytest.mark.sampled(19)
 @pytest.mark.hf
-@pytest.mark.parametrize("name", cases("hf", FULLGRAPH_HF))
+@pytest.mark.parametrize("name", list_cases("hf", FULLGRAPH_HF))
 def test_models_of_transformers_pass(name, request):
     transformers = Version(importlib.metadata.version("transformers"))
     if name == "switch_transformers" and Version("5") <= transformers < Version("5.23"):
         reason = "its router keeps the logits to itself: they are computed again, and a hook in it is refused"
         request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
-    passes(name, quick=True, fullgraph=name in FULLGRAPH_HF)
+    check_passes(name, quick=True, fullgraph=name in FULLGRAPH_HF)
 
 
 @pytest.mark.parametrize("name", list(models.suite("pypi").specs))
 def test_models_of_packages_pass(name):
     if name not in models.names("pypi"):
         pytest.skip("its package is not installed")
-    passes(name)
+    check_passes(name)

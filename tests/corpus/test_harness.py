@@ -13,7 +13,7 @@ from tests import models
 from tests.corpus import checks, engine, harness
 
 
-def shared_copy(model):
+def copy_shared(model):
     entries = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(t): t for t in entries})
 
@@ -24,7 +24,7 @@ def compiler(monkeypatch):
 
     def install(edit, names=("moe",)):
         def compile(model, *, example_inputs=None, strict=True):
-            compiled = shared_copy(model)
+            compiled = copy_shared(model)
             edit(compiled)
             return compiled
 
@@ -65,12 +65,12 @@ def skip_counter(model):
     block.forward = forward
 
 
-def train_only(model):
+def rewrite_training_only(model):
     original = model.moe.forward
     model.moe.forward = lambda x: original(x) * (1 if model.moe.training else 2)
 
 
-def wrong_for_one_token(model):
+def spoil_one_token(model):
     original = model.moe.forward
     model.moe.forward = lambda x: original(x) * (2 if x.shape[:2] == (1, 1) else 1)
 
@@ -79,8 +79,8 @@ FAULTS = [
     (scale_output, "numbers"),
     (cut_gradient, "numbers"),
     (skip_counter, "numbers"),
-    (train_only, "eval"),
-    (wrong_for_one_token, "numbers"),
+    (rewrite_training_only, "eval"),
+    (spoil_one_token, "numbers"),
     (lambda model: setattr(model, "moe", copy.deepcopy(model.moe)), "shell"),
     (lambda model: model.eval(), "shell"),
 ]

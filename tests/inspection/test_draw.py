@@ -18,7 +18,7 @@ from ..pace import within
 aten = torch.ops.aten
 
 
-def looped(num_experts: int, chained: bool = True) -> BlockGraph:
+def build_loop(num_experts: int, chained: bool = True) -> BlockGraph:
     """Build the graph of a captured loop over experts."""
     g = Graph()
     x = g.placeholder("x")
@@ -42,7 +42,7 @@ def looped(num_experts: int, chained: bool = True) -> BlockGraph:
     return BlockGraph("layers.0.mlp", g)
 
 
-def by_title(drawn: Outline) -> dict[str, list[Box]]:
+def group_by_title(drawn: Outline) -> dict[str, list[Box]]:
     found: dict[str, list[Box]] = {}
     for box in drawn.boxes:
         found.setdefault(box.title, []).append(box)
@@ -50,7 +50,7 @@ def by_title(drawn: Outline) -> dict[str, list[Box]]:
 
 
 def test_experts_of_a_loop_are_collapsed():
-    boxes = by_title(build_outline(looped(64)))
+    boxes = group_by_title(build_outline(build_loop(64)))
     assert {title: [b.count for b in found] for title, found in boxes.items()} == {
         "x": [1], "gate": [1], "topk": [1], "zeros_like": [1], "eq": [64], "nonzero": [64],
         "select": [64, 64], "index": [64, 64], "linear": [64, 64, 64], "silu": [64], "mul": [64, 64],
@@ -63,11 +63,11 @@ def test_experts_of_a_loop_are_collapsed():
 
 
 def test_few_equal_experts_are_drawn_separately():
-    assert all(box.count == 1 for box in build_outline(looped(3)).boxes)
+    assert all(box.count == 1 for box in build_outline(build_loop(3)).boxes)
 
 
 def test_dialect_boxes_show_details():
-    boxes = by_title(build_outline(build_block_graph(64)))
+    boxes = group_by_title(build_outline(build_block_graph(64)))
     (mlp,) = boxes["expert_mlp"]
     assert mlp.kind == "dialect"
     assert mlp.details == [
@@ -86,7 +86,8 @@ def test_graphs_without_edges_are_drawn():
 
 
 @pytest.mark.parametrize(
-    "graph", [looped(64), looped(3), looped(16, chained=False), build_block_graph(), build_block_graph(fused=False)]
+    "graph",
+    [build_loop(64), build_loop(3), build_loop(16, chained=False), build_block_graph(), build_block_graph(fused=False)],
 )
 def test_boxes_do_not_overlap_and_data_flows_down(graph):
     drawn = build_outline(graph)
@@ -114,6 +115,6 @@ def test_the_picture_is_well_formed_and_escaped():
 
 
 def test_large_captures_are_drawn_quickly():
-    graph = looped(256)
+    graph = build_loop(256)
     with within(5):
         draw_svg(graph)

@@ -10,7 +10,7 @@ import pytest
 from moefx.inspection.explain import BlockReport, Explanation
 
 
-def explanation(**weights: int) -> Explanation:
+def make_explanation(**weights: int) -> Explanation:
     paths = (("expert_mlp", "segments", 2),)
     return Explanation("Model", (), (), 0.1, paths, tuple(weights.items()), verbose=True)
 
@@ -28,12 +28,12 @@ def explanation(**weights: int) -> Explanation:
     ids=lambda value: "" if isinstance(value, str) else " ".join(value),
 )  # fmt: skip
 def test_explain_shows_how_weights_are_read(weights, text):
-    assert f"  weights     {text}" in str(explanation(**weights)).splitlines()
-    assert json.loads(explanation(**weights).to_json())["weights"] == weights
+    assert f"  weights     {text}" in str(make_explanation(**weights)).splitlines()
+    assert json.loads(make_explanation(**weights).to_json())["weights"] == weights
 
 
 def test_counters_of_the_process_are_printed_on_request():
-    assert "weights" not in str(dataclasses.replace(explanation(separate=6), verbose=False))
+    assert "weights" not in str(dataclasses.replace(make_explanation(separate=6), verbose=False))
 
 
 def test_the_calls_are_summed_up_on_top():

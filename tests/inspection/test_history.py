@@ -31,7 +31,7 @@ def fuse(block, plan):
     return build_block_graph(64, name=block.name)
 
 
-def history(num_experts: int = 64) -> History:
+def make_history(num_experts: int = 64) -> History:
     start = build_block_graph(num_experts, fused=False)
     run = PassManager().run(start, [], Plan(), made_by="rewrite", ms=12.25, level="dialect")
     fused = Snapshot(2, 2, "fuse", 1.9, 1, 7, "passes/fuse.py:88", build_block_graph(num_experts))
@@ -40,7 +40,7 @@ def history(num_experts: int = 64) -> History:
 
 
 def test_a_snapshot_is_found_by_pass_or_index():
-    h = history()
+    h = make_history()
     assert h.passes == ("rewrite", "fuse") and len(h) == 2 and list(h) == [h[0], h["fuse"]]
     assert h.graph is h["fuse"].graph
     with pytest.raises(KeyError, match=r"no pass 'lower' ran on layers.3\.mlp; there is rewrite, fuse"):
@@ -48,21 +48,21 @@ def test_a_snapshot_is_found_by_pass_or_index():
 
 
 def test_the_diff_of_a_pass_is_readable():
-    golden.check("history_diff.txt", history().diff("fuse"))
-    assert history().diff() == history().diff("fuse")
-    lines = history().diff("rewrite").splitlines()[1:]
+    golden.check("history_diff.txt", make_history().diff("fuse"))
+    assert make_history().diff() == make_history().diff("fuse")
+    lines = make_history().diff("rewrite").splitlines()[1:]
     assert lines and all(line.startswith("+ ") for line in lines)
 
 
 def test_a_history_prints_every_graph():
-    golden.check("history.txt", str(history()))
-    assert str(history()["fuse"]).splitlines()[0] == (
+    golden.check("history.txt", str(make_history()))
+    assert str(make_history()["fuse"]).splitlines()[0] == (
         "# layers.3.mlp   after 2/2 fuse   1.9 ms   +1 -7   passes/fuse.py:88"
     )
 
 
 def test_histories_of_equal_blocks_share_graphs():
-    h = history()
+    h = make_history()
     other = h.renamed("layers.4.mlp")
     assert other.name == "layers.4.mlp" and str(other.graph).startswith("# layers.4.mlp")
     assert other.graph.graph is h.graph.graph
@@ -72,7 +72,7 @@ def test_histories_of_equal_blocks_share_graphs():
 
 def test_a_repro_runs_by_itself(tmp_path):
     path = tmp_path / "repro.py"
-    h, block = history(4), Block()
+    h, block = make_history(4), Block()
     h.repro(path, block=block)
     environment = {**os.environ, "PYTHONPATH": str(Path(moefx.__file__).parents[1])}
     done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, env=environment)
@@ -159,11 +159,11 @@ def test_a_repro_of_modules_that_return_containers(kind, with_block, tmp_path):
 
 def test_a_repro_needs_shapes(tmp_path):
     with pytest.raises(ValueError, match=r"shape of experts\.0\.gate\.weight is unknown; pass the block"):
-        history(4).repro(tmp_path / "repro.py")
+        make_history(4).repro(tmp_path / "repro.py")
 
 
 def test_every_snapshot_runs():
     torch.manual_seed(0)
     block, x = Block(), torch.randn(3, D)
-    for snapshot in history(4):
+    for snapshot in make_history(4):
         torch.testing.assert_close(snapshot.graph.compile()(block, x), block(x))

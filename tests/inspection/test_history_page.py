@@ -9,13 +9,13 @@ import torch
 import moefx
 from moefx.inspection import history_page
 
-from .test_draw import looped
-from .test_history import Gated, history
+from .test_draw import build_loop
+from .test_history import Gated, make_history
 
 
 def test_a_page_is_self_contained(tmp_path):
     path = tmp_path / "block.html"
-    captured = dataclasses.replace(history(), captured=looped(64))
+    captured = dataclasses.replace(make_history(), captured=build_loop(64))
     captured.html(path, bytes_per_policy={"original": 5e6, '"h"': 1_234_567.0, '"x"': 0})
     text = path.read_text()
     assert not re.search(r"<script|https?:|url\(|@import|src=|href=", text)
@@ -29,7 +29,7 @@ def test_a_page_is_self_contained(tmp_path):
 
 
 def test_changes_of_each_pass_are_marked():
-    text = history_page.build_fragment(history())
+    text = history_page.build_fragment(make_history())
     assert text.count('class="removed"') == 7 and text.count('class="added"') == 1
     assert text.count("<details open>") == 2
     assert "<em>  # f32[B,D]" in text
@@ -37,7 +37,7 @@ def test_changes_of_each_pass_are_marked():
 
 
 def test_a_pass_that_changed_nothing_is_closed():
-    h = history()
+    h = make_history()
     again = type(h)("", (*h.snapshots, h.snapshots[-1]))
     text = history_page.build_fragment(again)
     assert text.count("<details>") == 1 and "Nothing to change" in text and "<h2>model</h2>" in text

@@ -40,12 +40,12 @@ def _replace(source: str, old: str, new: str) -> str:
 
 
 @functools.cache
-def _source_of(base: str) -> str:
+def _read_source(base: str) -> str:
     return inspect.getsource(BASES[base])
 
 
 def mutate(base: str, mutation: Mutation) -> str | None:
-    source = _source_of(base)
+    source = _read_source(base)
     if mutation.old:
         return _replace(source, mutation.old, mutation.code) if mutation.base == base else None
     return _insert(source, mutation.hook, mutation.code)
@@ -67,7 +67,7 @@ class Mutant:
         return source
 
     def make(self) -> nn.Module:
-        block = _class(self.base, self.source, f"<mutant {self.name}>")()
+        block = _build_class(self.base, self.source, f"<mutant {self.name}>")()
         if "self.perm" in self.source:
             block.register_buffer("perm", torch.tensor([2, 0, 1, 4, 3]))
         if "self.scale" in self.source:
@@ -97,20 +97,20 @@ def _skew(block: nn.Module) -> int:
     return 1
 
 
-def _class(name: str, source: str, filename: str) -> type[nn.Module]:
+def _build_class(name: str, source: str, filename: str) -> type[nn.Module]:
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
     namespace = dict(vars(bases), __name__="tests.mutants.generated")
     exec(compile(source, filename, "exec"), namespace)
     return namespace[name]
 
 
-def mutants(bases_per_mutation: int | None = 2) -> list[Mutant]:
+def list_mutants(bases_per_mutation: int | None = 2) -> list[Mutant]:
     """Return the suite in a fixed order: each prefix is a fair sample.
 
     Args:
         bases_per_mutation: number of bases per mutation, among those with its hook. None: all.
     """
-    everything = sorted(_everything(), key=lambda m: (_shuffle(m.name), m.name))
+    everything = sorted(_list_all(), key=lambda m: (_hash_name(m.name), m.name))
     if bases_per_mutation is None:
         return everything
     seen: Counter[str] = Counter()
@@ -122,7 +122,7 @@ def mutants(bases_per_mutation: int | None = 2) -> list[Mutant]:
     return chosen
 
 
-def _everything() -> list[Mutant]:
+def _list_all() -> list[Mutant]:
     return [
         Mutant(base, mutation)
         for base in BASES
@@ -131,7 +131,7 @@ def _everything() -> list[Mutant]:
     ]
 
 
-def _shuffle(name: str) -> int:
+def _hash_name(name: str) -> int:
     """Return a pseudo-random sort key that is the same in every process."""
     value = 0
     for char in name:

@@ -22,7 +22,7 @@ class Mutation:
     same: str = ""
 
 
-def _table(hook: str, text: str) -> list[Mutation]:
+def _parse_table(hook: str, text: str) -> list[Mutation]:
     """Parse lines `name: code`. Equivalent mutants end with `~ reason`."""
     mutations = []
     for line in filter(None, map(str.strip, text.splitlines())):
@@ -279,14 +279,14 @@ COMBINED = """
 """
 
 
-def _replace(base: str, **edits: tuple[str, str] | tuple[str, str, str]) -> list[Mutation]:
+def _list_replacements(base: str, **edits: tuple[str, str] | tuple[str, str, str]) -> list[Mutation]:
     mutations = []
     for name, (old, new, *same) in edits.items():
         mutations.append(Mutation(name, base=base, old=old, code=new, same=same[0] if same else ""))
     return mutations
 
 
-DROPS = _replace(
+DROPS = _list_replacements(
     "CapacityEinsum",
     one_more_place=("place < capacity", "place <= capacity"),
     token_major=("F.one_hot(idx, E).transpose(0, 1).reshape(-1, E)", "F.one_hot(idx, E).reshape(-1, E)"),
@@ -346,7 +346,7 @@ DROPS = _replace(
 )
 
 SPECIFIC = [
-    *_replace(
+    *_list_replacements(
         "WhereLoop",
         assigned=("out = out.index_add(0, n, y)", "out = out.index_put((n,), y)"),
         wrong_slot=("w[n, k, None]", "w[n, K - 1 - k, None]"),
@@ -380,7 +380,7 @@ SPECIFIC = [
         last_two_share=("return self.experts[e].down(h)", "return self.experts[min(e, E - 2)].down(h)"),
         threshold_tie=("torch.where(idx == e)", "torch.where((idx == e) & (w > w.mean()))"),
     ),
-    *_replace(
+    *_list_replacements(
         "SortSlices",
         off_by_one_slice=("order[start : start + count]", "order[start : start + count - 1]"),
         slice_shifted=("start += count", "start += max(count - 1, 0)"),
@@ -397,7 +397,7 @@ SPECIFIC = [
         unstable_order=("argsort(stable=True)", "argsort()", "every row goes back to where it came from"),
         first_slot_twice=("buffer.view(-1, K, D).sum(1)", "buffer.view(-1, K, D)[:, :1].sum(1) * 2"),
     ),
-    *_replace(
+    *_list_replacements(
         "DenseMasked",
         all_experts_leak=("(w * (idx == e)).sum(-1, keepdim=True)", "(w * (idx == e)).sum(-1, keepdim=True) + 0.01"),
         probability_leak=("(w * (idx == e)).sum(-1, keepdim=True)", "p[:, e, None]"),
@@ -408,7 +408,7 @@ SPECIFIC = [
         max_gate=("(w * (idx == e)).sum(-1, keepdim=True)", "(w * (idx == e)).amax(-1, keepdim=True)", "an expert is chosen once at the most"),
         wrong_expert_gate=("(w * (idx == e)).sum(-1, keepdim=True)", "(w * (idx == (e + 1) % E)).sum(-1, keepdim=True)"),
     ),
-    *_replace(
+    *_list_replacements(
         "WeightGather",
         other_gate_matrix=("self.w_gate[idx]", "self.w_gate[idx.flip(-1)]"),
         first_matrix=("self.w_down[idx]", "self.w_down[idx[:, :1]].expand(-1, K, -1, -1)"),
@@ -418,7 +418,7 @@ SPECIFIC = [
         cross_slots=("h = h * torch.einsum", "h = h.flip(1) * torch.einsum"),
         token_mixing=('"nd,nkdh->nkh", t, self.w_up[idx]', '"nd,nkdh->nkh", t - t.mean(0), self.w_up[idx]'),
     ),
-    *_replace(
+    *_list_replacements(
         "WeightBefore",
         bias_behind=("h = F.silu(torch.bmm(every, self.w_gate))", "h = 0.1 + F.silu(torch.bmm(every, self.w_gate))"),
         inner_bias=("torch.bmm(every, self.w_up)", "(torch.bmm(every, self.w_up) + 0.3)"),
@@ -427,7 +427,7 @@ SPECIFIC = [
         masked_infinite=("torch.zeros_like(logits).scatter(-1, idx, w)", "torch.full_like(logits, float('-inf')).scatter(-1, idx, val).sigmoid()", "sigmoid(-inf) = 0"),
         normalised_gates=("torch.zeros_like(logits).scatter(-1, idx, w)", "F.normalize(torch.zeros_like(logits).scatter(-1, idx, w), dim=0)"),
     ),
-    *_replace(
+    *_list_replacements(
         "TopOneAssign",
         added=("out[n] = y", "out[n] += y", "every row is written once"),
         min_instead=("p.max(-1, keepdim=True)", "p.min(-1, keepdim=True)"),
@@ -436,7 +436,7 @@ SPECIFIC = [
         softmax_max_over_tokens=("logits.softmax(-1)", "logits.softmax(0)"),
         uninitialised_skip=("for e in range(E):", "for e in range(0, E, 2):"),
     ),
-    *_replace(
+    *_list_replacements(
         "TokenLoop",
         first_choice_twice=("int(idx[token, k])", "int(idx[token, 0])"),
         neighbour_choice=("int(idx[token, k])", "int(idx[token - 1, k])"),
@@ -448,14 +448,14 @@ SPECIFIC = [
 ]  # fmt: skip
 
 MUTATIONS: list[Mutation] = [
-    *_table("logits", LOGITS),
-    *_table("routed", ROUTED_WEIGHTS),
-    *_table("routed", ROUTED_IDS),
-    *_table("rows", ROWS),
-    *_table("hidden", HIDDEN),
-    *_table("out", OUT),
-    *_table("weighted", WEIGHTED),
-    *_table("combined", COMBINED),
+    *_parse_table("logits", LOGITS),
+    *_parse_table("routed", ROUTED_WEIGHTS),
+    *_parse_table("routed", ROUTED_IDS),
+    *_parse_table("rows", ROWS),
+    *_parse_table("hidden", HIDDEN),
+    *_parse_table("out", OUT),
+    *_parse_table("weighted", WEIGHTED),
+    *_parse_table("combined", COMBINED),
     *DROPS,
     *SPECIFIC,
 ]

@@ -31,7 +31,7 @@ import moefx
 from tests.corpus import checks, engine
 from tests.models.case import Case
 
-from .mutant import Mutant, mutants
+from .mutant import Mutant, list_mutants
 
 SHAPES = (
     (2, 5),
@@ -46,7 +46,7 @@ SIGNS = {"rewritten": "+", "refused": "-"}
 ROUNDING = {"single_precision": 1e-6, "half_precision": 1e-2}  # a reordered sum may round differently
 
 
-def tolerance(mutant: Mutant) -> float:
+def choose_tolerance(mutant: Mutant) -> float:
     return next((tol for kind, tol in ROUNDING.items() if kind in mutant.mutation.name), TOLERANCE)
 
 
@@ -102,13 +102,13 @@ def try_mutant(mutant: Mutant, reasons: bool = False, plan: moefx.Plan | None = 
             reference = copy.deepcopy(case.model)
             before = checks.State.of(reference)
             compiled = moefx.compile(case.model, example_inputs=copy.deepcopy(case.inputs), plan=plan, strict=False)
-            names = checks.rewritten_names(compiled)
+            names = checks.list_rewritten(compiled)
             verdict.outcome = "rewritten" if names else "refused"
             if reasons and not names:
-                refused = engine.refusals(moefx.explain(case.model, example_inputs=case.inputs))
+                refused = engine.list_refusals(moefx.explain(case.model, example_inputs=case.inputs))
                 verdict.detail = "; ".join(f"{r.reason} ({r.source})" for r in refused)
             before.check(case.model, "compile() changed its argument")
-            compare(case, reference, compiled, tolerance(mutant))
+            compare(case, reference, compiled, choose_tolerance(mutant))
     except Exception as error:
         message = (str(error).splitlines() or [""])[0]
         wrong = isinstance(error, AssertionError)
@@ -138,11 +138,11 @@ def read_outcomes() -> dict[str, str]:
 def record_outcomes(found: dict[str, str]) -> None:
     """Merge outcomes into the recorded ones, without mutants that do not exist any more."""
     recorded = read_outcomes() | found
-    names = sorted(m.name for m in mutants(None) if m.name in recorded)
+    names = sorted(m.name for m in list_mutants(None) if m.name in recorded)
     OUTCOMES.write_text("".join(f"{SIGNS[recorded[name]]} {name}\n" for name in names))
 
 
-def differs(mutant: Mutant) -> bool:
+def differs_from_base(mutant: Mutant) -> bool:
     """Return whether outputs or gradients of the mutant differ from its base, over several calls."""
     case, base = mutant.build(), mutant.build_base()
     shared = dict(base.model.named_parameters())
@@ -167,9 +167,9 @@ def differs(mutant: Mutant) -> bool:
                 continue  # the mutant fails for this shape, which `compare` skips too
             for what in ("output", "input gradient"):
                 for a, b in zip(expected[what], actual[what], strict=True):
-                    if checks.distance(a, b) > 1e-12:
+                    if checks.compute_distance(a, b) > 1e-12:
                         return True
-            if any(checks.distance(expected["gradient"][n], actual["gradient"][n]) > 1e-12 for n in shared):
+            if any(checks.compute_distance(expected["gradient"][n], actual["gradient"][n]) > 1e-12 for n in shared):
                 return True
     return False
 
@@ -179,7 +179,7 @@ def check_all(chosen: list[Mutant]) -> list[str]:
     problems = []
     for mutant in chosen:
         try:
-            changed = differs(mutant)
+            changed = differs_from_base(mutant)
         except Exception as error:
             problems.append(f"{mutant.name}: {type(error).__name__}: {str(error).splitlines()[0]}")
             continue
@@ -191,7 +191,7 @@ def check_all(chosen: list[Mutant]) -> list[str]:
 
 
 def select(patterns: list[str], sample: int = 0, full: bool = False) -> list[Mutant]:
-    everything = mutants(None) if full or patterns else mutants()
+    everything = list_mutants(None) if full or patterns else list_mutants()
     chosen = [m for m in everything if not patterns or any(fnmatch.fnmatch(m.name, p) for p in patterns)]
     return chosen[:sample] if sample else chosen
 

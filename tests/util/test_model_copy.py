@@ -15,7 +15,7 @@ from tests.runtime.rewriting import Model, rewrite
 from ..ir.graphs import D
 
 
-def tensors(module):
+def list_tensors(module):
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
@@ -33,7 +33,7 @@ def test_modules_are_new_and_tensors_are_shared(model):
     assert copied.keys() == originals.keys()
     assert all(copied[name] is copies[module] is not module for name, module in originals.items())
     assert len(copies) == len(originals)
-    assert all(tensors(duplicate)[name] is tensor for name, tensor in tensors(model).items())
+    assert all(list_tensors(duplicate)[name] is tensor for name, tensor in list_tensors(model).items())
     x = torch.randn(3, D)
     torch.testing.assert_close(duplicate(x), model(x))
     duplicate.layers[0].add_module("extra", nn.Linear(1, 1))

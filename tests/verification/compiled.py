@@ -42,7 +42,7 @@ class Model(nn.Module):
         return {**loss, "logits": logits}
 
 
-def history(name: str = "", spoil: dict[str, Callable[[BlockGraph], BlockGraph]] | None = None) -> History:
+def build_history(name: str = "", spoil: dict[str, Callable[[BlockGraph], BlockGraph]] | None = None) -> History:
     """Build graphs of rewrite, fuse and checkpoint. `spoil` breaks a pass and all later ones."""
     snapshots: list[Snapshot] = []
     graphs = {
@@ -58,7 +58,7 @@ def history(name: str = "", spoil: dict[str, Callable[[BlockGraph], BlockGraph]]
     return History(name, tuple(snapshots))
 
 
-def compiled_pair(
+def build_compiled_pair(
     spoil: Any = None, layer: int = 1, *, last_pass: str = "checkpoint", num_layers: int = 2, **key: Any
 ) -> tuple[Model, Model]:
     """Return the original and a rewritten copy. `spoil` breaks a pass of one layer."""
@@ -67,7 +67,7 @@ def compiled_pair(
     compiled = copy_model(original)[0]
     for i, block in enumerate(compiled.layers):
         name = f"layers.{i}"
-        programs = history(name, spoil if i == layer else None)
+        programs = build_history(name, spoil if i == layer else None)
         programs = History(name, programs.snapshots[: programs.passes.index(last_pass) + 1])
         leaves = flatten_arguments(make_binder(inspect.signature(block.forward))(torch.zeros(1, 1, D)))
         specialization = specialize_call(block, leaves)._replace(training=None, grad=None, **key)
@@ -77,19 +77,19 @@ def compiled_pair(
 
 
 @contextlib.contextmanager
-def broken(op: str, corrupt: Callable[..., Any], *, provider: str | None = None) -> Iterator[None]:
+def break_op(op: str, corrupt: Callable[..., Any], *, provider: str | None = None) -> Iterator[None]:
     """Replace the result of an op by `corrupt(result, *args, **kwargs)`, in one provider or in all."""
     before = dict(registry[op].providers)
     try:
         for name, p in before.items():
             if provider in (None, name):
-                registry[op].providers[name] = dataclasses.replace(p, run=_corrupted(p.run, corrupt))
+                registry[op].providers[name] = dataclasses.replace(p, run=_corrupt_result(p.run, corrupt))
         yield
     finally:
         registry[op].providers.update(before)
 
 
-def _corrupted(run: Callable[..., Any], corrupt: Callable[..., Any]) -> Callable[..., Any]:
+def _corrupt_result(run: Callable[..., Any], corrupt: Callable[..., Any]) -> Callable[..., Any]:
     def corrupted(*args: Any, **kwargs: Any) -> Any:
         return corrupt(run(*args, **kwargs), *args, **kwargs)
 

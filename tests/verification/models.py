@@ -91,9 +91,9 @@ class Rewritten(Plain):
         if self.fault == "missing router gradient":
             weights = weights.detach()
         if self.fault == "scaled weight gradient":
-            up = scaled_gradient(up, 1.001)
+            up = scale_gradient(up, 1.001)
         if self.fault == "scaled gradient of one expert":
-            down = torch.cat([down[:last], scaled_gradient(down[last:], 1.01)])
+            down = torch.cat([down[:last], scale_gradient(down[last:], 1.01)])
         if self.fault == "lost gradient of one expert":
             down = torch.cat([down[:last], down[last:].detach()])
         if self.fault == "missing input gradient":
@@ -122,12 +122,12 @@ FAULTS = (
 )  # fmt: skip
 
 
-def scaled_gradient(t: Tensor, factor: float) -> Tensor:
+def scale_gradient(t: Tensor, factor: float) -> Tensor:
     """Return `t` with its gradient scaled by `factor`."""
     return t * factor + (t * (1 - factor)).detach()
 
 
-def pair(seed: int = 0, fault: str = "", **kwargs) -> tuple[Plain, Rewritten]:
+def build_pair(seed: int = 0, fault: str = "", **kwargs) -> tuple[Plain, Rewritten]:
     """Return the original and the rewritten model. They share parameters, like a compiled model and its original."""
     torch.manual_seed(seed)
     original = Plain(**kwargs)

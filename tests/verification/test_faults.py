@@ -23,13 +23,13 @@ from moefx.runtime.block_forward import get_rewritten_forward, install_forward
 from moefx.runtime.program import Program
 from moefx.verification.verify_report import verify
 
-from .compiled import broken
+from .compiled import break_op
 from .models import Plain
 
 IDS = torch.arange(36).remainder(32).view(2, 18)
 
 
-def ids(provider: str) -> torch.Tensor:
+def make_ids(provider: str) -> torch.Tensor:
     """Return inputs on a device of the provider. Triton's kernels run in the interpreter on machines without a GPU."""
     return IDS.cuda() if provider == "triton" and torch.cuda.is_available() else IDS
 
@@ -57,10 +57,10 @@ class Model(nn.Module):
 
 
 @functools.cache
-def models(fuse: bool, provider: str = "") -> tuple[Model, Model]:
+def build_models(fuse: bool, provider: str = "") -> tuple[Model, Model]:
     torch.manual_seed(0)
-    original = Model().to(ids(provider).device, torch.bfloat16 if provider == "grouped_mm" else torch.float32)
-    return original, moefx.compile(original, plan=moefx.Plan(fuse=fuse), example_inputs=(ids(provider),))
+    original = Model().to(make_ids(provider).device, torch.bfloat16 if provider == "grouped_mm" else torch.float32)
+    return original, moefx.compile(original, plan=moefx.Plan(fuse=fuse), example_inputs=(make_ids(provider),))
 
 
 def swap(result, topk_ids, *args, **kwargs):
@@ -77,17 +77,17 @@ def keep_all_but(position: int) -> Callable[..., Any]:
     return corrupt
 
 
-def dropped_token(result, topk_ids, topk_weights, keep, **kwargs):
+def drop_token(result, topk_ids, topk_weights, keep, **kwargs):
     keep = torch.ones_like(topk_ids, dtype=torch.bool)
     keep[5] = False
     return build_pft.reference(topk_ids, topk_weights, keep, **kwargs)
 
 
-def scaled_weights(result, *args, **kwargs):
+def scale_weights(result, *args, **kwargs):
     return (*result[:4], scale(result[4]))
 
 
-def part(index: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+def change_result(index: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
     """Change one result of an op that returns several, or the only result."""
 
     def corrupt(result, *args, **kwargs):
@@ -109,19 +109,19 @@ def lose_first(t):
     return torch.cat([torch.zeros_like(t[:1]), t[1:]])
 
 
-def one_nan(t):
+def write_nan(t):
     t = t.clone()
     t.view(-1)[3] = torch.nan
     return t
 
 
-CHANGES = {"scaled": scale, "zero": torch.zeros_like, "one lost": lose_first, "NaN": one_nan}
+CHANGES = {"scaled": scale, "zero": torch.zeros_like, "one lost": lose_first, "NaN": write_nan}
 ROUTING = {
     "swapped experts": swap,
     "one dropped pair": keep_all_but(7),
     "the last pair dropped": keep_all_but(-1),
-    "one dropped token": dropped_token,
-    "scaled weights": scaled_weights,
+    "one dropped token": drop_token,
+    "scaled weights": scale_weights,
 }
 NUM_RESULTS = {"expert_mlp_backward": 5, "grouped_mm_backward": 1, "combine_backward": 2}
 FUSED = ("build_pft", "build_pft_backward", "expert_mlp", "expert_mlp_backward", "combine", "dispatch")
@@ -131,11 +131,11 @@ UNFUSED = (
 )  # fmt: skip
 
 
-def cases() -> Iterator[Any]:
+def list_cases() -> Iterator[Any]:
     for fuse, ops in ((True, FUSED), (False, UNFUSED)):
         for op in ops:
             faults = ROUTING if op == "build_pft" else {
-                f"{name}-{i}": part(i, change)
+                f"{name}-{i}": change_result(i, change)
                 for i in range(NUM_RESULTS.get(op, 1)) for name, change in CHANGES.items()
             }  # fmt: skip
             # Faults of a routing change the reference's routing, for all providers.
@@ -151,26 +151,26 @@ def cases() -> Iterator[Any]:
 
 
 @functools.cache
-def runs(fuse: bool, op: str, provider: str) -> bool:
+def is_run_by(fuse: bool, op: str, provider: str) -> bool:
     """Return whether the provider runs these calls. Some providers support only 16 bits or GPUs."""
-    compiled = copy.deepcopy(models(fuse, provider)[1])
+    compiled = copy.deepcopy(build_models(fuse, provider)[1])
     try:
         with op_providers.force(op, provider):
             op_providers.reset_counters()
-            compiled(ids(provider)).sum().backward()
+            compiled(make_ids(provider)).sum().backward()
             return op_providers.counters().get((op, provider), 0) > 0
     except (RuntimeError, NotImplementedError):
         return False
 
 
 @pytest.mark.sampled(18)
-@pytest.mark.parametrize(("fuse", "op", "provider", "corrupt"), list(cases()))
+@pytest.mark.parametrize(("fuse", "op", "provider", "corrupt"), list(list_cases()))
 def test_every_wrong_kernel_is_flagged(fuse, op, provider, corrupt):
-    if not runs(fuse, op, provider):
+    if not is_run_by(fuse, op, provider):
         pytest.skip(f"{provider} does not run {op} here")
-    original, compiled = models(fuse, provider)
-    with op_providers.force(op, provider), broken(op, corrupt, provider=provider):
-        report = verify(compiled, original, (ids(provider),), routings=False)
+    original, compiled = build_models(fuse, provider)
+    with op_providers.force(op, provider), break_op(op, corrupt, provider=provider):
+        report = verify(compiled, original, (make_ids(provider),), routings=False)
     assert not report.ok and report.first_block == "layer" and report.first_pass
 
 
@@ -180,11 +180,11 @@ def test_every_provider_passes_as_it_is(fuse):
     ran = set()
     for op in FUSED if fuse else UNFUSED:
         for provider in registry[op].providers:
-            if runs(fuse, op, provider):
+            if is_run_by(fuse, op, provider):
                 ran.add((op, provider))
-                original, compiled = models(fuse, provider)
+                original, compiled = build_models(fuse, provider)
                 with op_providers.force(op, provider):
-                    report = verify(compiled, original, (ids(provider),), routings=False, token_counts=())
+                    report = verify(compiled, original, (make_ids(provider),), routings=False, token_counts=())
                 assert report.ok, f"{op} {provider}\n{report}"
     gemms = ("expert_mlp", "expert_mlp_backward") if fuse else ("grouped_mm", "grouped_mm_backward")
     assert ran >= {(op, provider) for op in gemms for provider in ("reference", "segments", "grouped_mm")}
@@ -193,18 +193,18 @@ def test_every_provider_passes_as_it_is(fuse):
 # -- wrong graphs ------------------------------------------------------------------------------------------
 
 
-def stale_buffer(graph: Graph) -> None:
+def keep_stale_buffer(graph: Graph) -> None:
     for node in [n for n in graph.nodes if n.target is torch.ops.aten.copy_.default]:
         graph.erase_node(node)
 
 
-def swapped_experts(graph: Graph) -> None:
+def swap_experts(graph: Graph) -> None:
     for node in graph.nodes:
         if node.op == "get_attr" and node.target.startswith(("experts.0.", "experts.1.")):
             node.target = f"experts.{1 - int(node.target[8])}{node.target[9:]}"
 
 
-def missing_router_gradient(graph: Graph) -> None:
+def cut_router_gradient(graph: Graph) -> None:
     (pft,) = [n for n in graph.nodes if n.target is torch.ops.moefx.build_pft.default]
     with graph.inserting_before(pft):
         pft.args = (
@@ -214,13 +214,13 @@ def missing_router_gradient(graph: Graph) -> None:
         )
 
 
-def missing_input_gradient(graph: Graph) -> None:
+def cut_input_gradient(graph: Graph) -> None:
     for mlp in [n for n in graph.nodes if n.target is torch.ops.moefx.expert_mlp.default]:
         with graph.inserting_before(mlp):
             mlp.args = (graph.call_function(torch.ops.aten.detach.default, (mlp.args[0],)), *mlp.args[1:])
 
 
-def body(change: Callable[[str], str]) -> Callable[[Graph], None]:
+def replace_body(change: Callable[[str], str]) -> Callable[[Graph], None]:
     def spoil(graph: Graph) -> None:
         for node in graph.nodes:
             if node.target is torch.ops.moefx.expert_mlp.default:
@@ -231,21 +231,21 @@ def body(change: Callable[[str], str]) -> Callable[[Graph], None]:
     return spoil
 
 
-def other_capacity(graph: Graph) -> None:
+def change_capacity(graph: Graph) -> None:
     for node in graph.nodes:
         if node.target is torch.ops.moefx.build_pft.default:
             node.kwargs = {**node.kwargs, "capacity": 12, "drop": "position_token"}
 
 
 WRONG_GRAPHS = {
-    "stale buffer": stale_buffer,
-    "swapped experts": swapped_experts,
-    "missing router gradient": missing_router_gradient,
-    "missing input gradient": missing_input_gradient,
-    "other activation": body(lambda text: text.replace('"silu"', '"gelu"')),
-    "routing weight left out": body(lambda text: text.replace('["mul.Tensor","y","w"]', '"y"').replace(
+    "stale buffer": keep_stale_buffer,
+    "swapped experts": swap_experts,
+    "missing router gradient": cut_router_gradient,
+    "missing input gradient": cut_input_gradient,
+    "other activation": replace_body(lambda text: text.replace('"silu"', '"gelu"')),
+    "routing weight left out": replace_body(lambda text: text.replace('["mul.Tensor","y","w"]', '"y"').replace(
         '["mul.Tensor", "y", "w"]', '"y"')),
-    "tokens over a capacity dropped": other_capacity,
+    "tokens over a capacity dropped": change_capacity,
 }  # fmt: skip
 
 
@@ -253,7 +253,7 @@ WRONG_GRAPHS = {
 @pytest.mark.parametrize("fault", WRONG_GRAPHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_wrong_graph_is_flagged(fault, dtype):
-    original, compiled = models(True, "grouped_mm" if dtype == torch.bfloat16 else "")
+    original, compiled = build_models(True, "grouped_mm" if dtype == torch.bfloat16 else "")
     compiled = copy.deepcopy(compiled)
     block = compiled.layer
     forward = get_rewritten_forward(block)
@@ -317,7 +317,7 @@ class Refuses(torch.autograd.Function):
 
 @pytest.mark.parametrize("fault", [OnceOnly, NeedsStrides])
 def test_a_wrong_second_backward_is_flagged(fault):
-    original, compiled = models(True)
+    original, compiled = build_models(True)
     compiled = copy.deepcopy(compiled)
     forward = compiled.forward
     compiled.forward = lambda ids: fault.apply(forward(ids))

@@ -16,33 +16,33 @@ from moefx.errors import InvalidInput
 from moefx.verification.later_calls import MODULI, CallPlanner
 from moefx.verification.verify_report import verify
 
-from .compiled import broken
-from .test_faults import IDS, Model, models
+from .compiled import break_op
+from .test_faults import IDS, Model, build_models
 
 Forward = Callable[[Tensor], Tensor]
 
 
-def if_(is_wrong: Callable[[nn.Module, Tensor], bool]) -> Callable[[nn.Module, Forward, Tensor], Tensor]:
+def make_wrong_if(is_wrong: Callable[[nn.Module, Tensor], bool]) -> Callable[[nn.Module, Forward, Tensor], Tensor]:
     return lambda model, forward, ids: forward(ids) * (1.5 if is_wrong(model, ids) else 1)
 
 
-def second_call(model: nn.Module, forward: Forward, ids: Tensor) -> Tensor:
+def spoil_second_call(model: nn.Module, forward: Forward, ids: Tensor) -> Tensor:
     model.kept["calls"] = model.kept.get("calls", 0) + 1
     return forward(ids) * (1.5 if model.kept["calls"] == 2 else 1)
 
 
-def stale(model: nn.Module, forward: Forward, ids: Tensor) -> Tensor:
+def reuse_stale(model: nn.Module, forward: Forward, ids: Tensor) -> Tensor:
     """Reuse the first input of this shape."""
     if ids.shape not in model.kept:
         model.kept[ids.shape] = ids
     return forward(model.kept[ids.shape])
 
 
-def as_contiguous(model: nn.Module, forward: Forward, ids: Tensor) -> Tensor:
+def ignore_strides(model: nn.Module, forward: Forward, ids: Tensor) -> Tensor:
     return forward(ids.as_strided(ids.shape, (ids.shape[1], 1)))
 
 
-def gradient(is_wrong: Callable[[Tensor], bool]) -> Callable[[nn.Module, Forward, Tensor], Tensor]:
+def spoil_gradient(is_wrong: Callable[[Tensor], bool]) -> Callable[[nn.Module, Forward, Tensor], Tensor]:
     def spoiled(model: nn.Module, forward: Forward, ids: Tensor) -> Tensor:
         out = forward(ids)
         return out * 2 - out.detach() if is_wrong(ids) else out
@@ -51,28 +51,31 @@ def gradient(is_wrong: Callable[[Tensor], bool]) -> Callable[[nn.Module, Forward
 
 
 CALLS: dict[str, tuple[Any, str]] = {
-    **{f"T % 7 == {r}": (if_(lambda model, ids, r=r: ids.numel() % 7 == r), "") for r in range(7)},
-    "T % 5 == 3": (if_(lambda model, ids: ids.numel() % 5 == 3), ""),
-    "above 1024 tokens": (if_(lambda model, ids: ids.numel() > 1024), "so the token count or the values matter"),
-    "gradient above 1024 tokens": (gradient(lambda ids: ids.numel() > 1024), ""),
-    "gradient below the given count": (gradient(lambda ids: ids.numel() < 18), ""),
-    "second call": (second_call, "the calls before it left something behind"),
-    "stale values": (stale, "the calls before it left something behind"),
-    "strides ignored": (as_contiguous, "correct for contiguous inputs, wrong for inputs with layout 'rows apart'"),
+    **{f"T % 7 == {r}": (make_wrong_if(lambda model, ids, r=r: ids.numel() % 7 == r), "") for r in range(7)},
+    "T % 5 == 3": (make_wrong_if(lambda model, ids: ids.numel() % 5 == 3), ""),
+    "above 1024 tokens": (
+        make_wrong_if(lambda model, ids: ids.numel() > 1024),
+        "so the token count or the values matter",
+    ),
+    "gradient above 1024 tokens": (spoil_gradient(lambda ids: ids.numel() > 1024), ""),
+    "gradient below the given count": (spoil_gradient(lambda ids: ids.numel() < 18), ""),
+    "second call": (spoil_second_call, "the calls before it left something behind"),
+    "stale values": (reuse_stale, "the calls before it left something behind"),
+    "strides ignored": (ignore_strides, "correct for contiguous inputs, wrong for inputs with layout 'rows apart'"),
 }
 MODES: dict[str, tuple[Any, str]] = {
-    "eval": (if_(lambda model, ids: not model.training), "eval"),
-    "no_grad": (if_(lambda model, ids: not torch.is_grad_enabled()), "no_grad"),
-    "inference": (if_(lambda model, ids: torch.is_inference_mode_enabled()), "inference_mode"),
+    "eval": (make_wrong_if(lambda model, ids: not model.training), "eval"),
+    "no_grad": (make_wrong_if(lambda model, ids: not torch.is_grad_enabled()), "no_grad"),
+    "inference": (make_wrong_if(lambda model, ids: torch.is_inference_mode_enabled()), "inference_mode"),
     "eval without gradients": (
-        if_(lambda model, ids: not (model.training or torch.is_grad_enabled())), "eval+no_grad",
+        make_wrong_if(lambda model, ids: not (model.training or torch.is_grad_enabled())), "eval+no_grad",
     ),
 }  # fmt: skip
 
 
-def spoiled(fault: Any) -> tuple[nn.Module, nn.Module]:
+def build_spoiled(fault: Any) -> tuple[nn.Module, nn.Module]:
     """Return the original, and a compiled model whose forward has the fault."""
-    original, compiled = models(True)
+    original, compiled = build_models(True)
     compiled = copy.deepcopy(compiled)
     forward = compiled.forward
     compiled.kept = {}
@@ -80,7 +83,7 @@ def spoiled(fault: Any) -> tuple[nn.Module, nn.Module]:
     return original, compiled
 
 
-def wrong(report: Any) -> list[str]:
+def list_wrong(report: Any) -> list[str]:
     return [row.name for row in report.failed if row.kind in ("output", "grad_param")]
 
 
@@ -88,35 +91,35 @@ def wrong(report: Any) -> list[str]:
 @pytest.mark.parametrize("name", CALLS)
 def test_faults_of_later_calls_are_flagged(name):
     fault, cause = CALLS[name]
-    original, compiled = spoiled(fault)
+    original, compiled = build_spoiled(fault)
     report = verify(compiled, original, (IDS,), routings=False)
-    assert wrong(report) and (not cause or cause in str(report)), str(report)
+    assert list_wrong(report) and (not cause or cause in str(report)), str(report)
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODES)
 def test_faults_of_other_modes_are_flagged_on_request(name):
     fault, mode = MODES[name]
-    original, compiled = spoiled(fault)
+    original, compiled = build_spoiled(fault)
     assert verify(compiled, original, (IDS,), routings=False, token_counts=()).ok
     report = verify(compiled, original, (IDS,), routings=False, token_counts=(), modes=(mode,))
-    assert wrong(report) and all(mode in row.case for row in report.failed), str(report)
+    assert list_wrong(report) and all(mode in row.case for row in report.failed), str(report)
     assert f"mode {mode}" in report.covered
 
 
 def test_a_block_that_is_wrong_for_a_token_count_is_named():
-    original, compiled = models(True)
+    original, compiled = build_models(True)
 
     def corrupt(result: list[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
         return [result[0] * (2 if result[0].numel() > 1024 * 8 else 1), *result[1:]]
 
-    with broken("expert_mlp", corrupt):
+    with break_op("expert_mlp", corrupt):
         report = verify(compiled, original, (IDS,), routings=False)
     assert report.first_block == "layer" and report.first_pass, str(report)
 
 
 def test_the_report_lists_the_calls_and_the_modes():
-    original, compiled = models(True)
+    original, compiled = build_models(True)
     modes = ("eval", "inference_mode", "eval+no_grad")
     report = verify(compiled, original, (IDS,), routings=False, modes=modes)
     assert report.ok and not report.not_covered, str(report)
@@ -131,7 +134,7 @@ def test_the_report_lists_the_calls_and_the_modes():
 
 
 def test_the_counts_have_all_remainders_up_to_seven():
-    original, _ = models(True)
+    original, _ = build_models(True)
     for rows in (torch.zeros(2, 18, dtype=torch.int64), torch.zeros(4, 25, dtype=torch.int64)):
         for seed in range(3):
             plan = CallPlanner(original, ((rows,), {}), RunOptions(seed), Casts(None), None, None).plan_calls()
@@ -177,7 +180,7 @@ def test_sizes_that_the_original_rejects_are_reported():
 
 
 def test_unknown_modes_raise():
-    original, compiled = models(True)
+    original, compiled = build_models(True)
     for mode in ("evaluation", "eval+train", "no_grad+inference_mode"):
         with pytest.raises(InvalidInput, match="expected train, eval, no_grad, inference_mode"):
             verify(compiled, original, (IDS,), modes=(mode,))
@@ -186,7 +189,7 @@ def test_unknown_modes_raise():
 # -- models that torch.compile has compiled ------------------------------------------------------------------
 
 
-def wrong_for_many(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+def spoil_many(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         return tuple(t * 1.001 if isinstance(t, Tensor) and t.is_floating_point() else t for t in gm(*args))
 
@@ -195,9 +198,9 @@ def wrong_for_many(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("backend", ["aot_eager", wrong_for_many])
+@pytest.mark.parametrize("backend", ["aot_eager", spoil_many])
 def test_a_compiled_model_runs_as_torch_compiles_it(in_place, backend):
-    original, compiled = models(True)
+    original, compiled = build_models(True)
     compiled = copy.deepcopy(compiled)
     if in_place:
         compiled.compile(backend=backend)
@@ -213,7 +216,7 @@ def test_a_compiled_model_runs_as_torch_compiles_it(in_place, backend):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_later_calls_of_an_inductor_model_agree(dtype):
-    original, _ = models(True)
+    original, _ = build_models(True)
     original = copy.deepcopy(original).to(dtype)
     compiled = torch.compile(moefx.compile(original, example_inputs=(IDS,)))
     report = verify(compiled, original, (IDS,), routings=False)

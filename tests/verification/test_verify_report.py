@@ -11,12 +11,12 @@ from moefx.errors import InvalidInput, VerificationFailed
 from moefx.runtime.block_forward import get_rewritten_forward
 from moefx.verification.verify_report import VerifyReport, verify
 
-from .compiled import Model, broken, compiled_pair
+from .compiled import Model, break_op, build_compiled_pair
 
 IDS = torch.arange(24).view(2, 12)
 
 
-def swapped(graph):
+def swap_two_experts(graph):
     """Swap the weights of two experts."""
     for node in graph.graph.nodes:
         if node.op == "get_attr" and node.target.startswith(("experts.0.", "experts.1.")):
@@ -24,12 +24,12 @@ def swapped(graph):
     return graph
 
 
-def kinds(report: VerifyReport) -> set[tuple[str, str]]:
+def list_kinds(report: VerifyReport) -> set[tuple[str, str]]:
     return {(row.block, row.kind) for row in report.failed}
 
 
 def test_an_equal_model_passes():
-    original, compiled = compiled_pair()
+    original, compiled = build_compiled_pair()
     report = verify(compiled, original, (IDS,))
     assert report.ok and report.raise_if_failed() is report and not report.notes, str(report)
     assert report.first_block is None and report.first_pass is None
@@ -49,14 +49,14 @@ def test_an_equal_model_passes():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_another_precision_than_compiled_is_a_reported_fallback(dtype):
-    original, compiled = compiled_pair()
+    original, compiled = build_compiled_pair()
     report = verify(compiled, original, (IDS,), dtype=dtype)
-    assert kinds(report) == {("layers.0", "path"), ("layers.1", "path")}
+    assert list_kinds(report) == {("layers.0", "path"), ("layers.1", "path")}
     assert "0 calls ran rewritten, 1 ran the original" in str(report)
 
 
 def test_several_inputs_and_seeds_and_a_loss():
-    original, compiled = compiled_pair()
+    original, compiled = build_compiled_pair()
     inputs = [(IDS,), {"ids": IDS[:1, :1], "labels": IDS[:1, :1]}, IDS.view(3, 8)]
     report = verify(compiled, original, inputs, seeds=(0, 1))
     assert report.ok, str(report)
@@ -73,7 +73,7 @@ def test_several_inputs_and_seeds_and_a_loss():
 @pytest.mark.parametrize("pass_name", ["rewrite", "fuse", "checkpoint"])
 @pytest.mark.parametrize("layer", [0, 1])
 def test_the_first_block_and_the_first_pass_that_differ_are_named(pass_name, layer):
-    original, compiled = compiled_pair({pass_name: swapped}, layer)
+    original, compiled = build_compiled_pair({pass_name: swap_two_experts}, layer)
     report = verify(compiled, original, (IDS,))
     assert not report.ok and report.first_block == f"layers.{layer}"
     assert report.first_pass == f"{pass_name} (passes/{pass_name}.py:1)"
@@ -83,8 +83,8 @@ def test_the_first_block_and_the_first_pass_that_differ_are_named(pass_name, lay
 
 
 def test_a_wrong_kernel_is_found_in_the_pass_that_brought_it_in():
-    original, compiled = compiled_pair()
-    with broken("expert_mlp_backward", lambda grads, *_, **__: [*grads[:-1], grads[-1] * 1.01]):
+    original, compiled = build_compiled_pair()
+    with break_op("expert_mlp_backward", lambda grads, *_, **__: [*grads[:-1], grads[-1] * 1.01]):
         report = verify(compiled, original, (IDS,))
     assert report.first_block == "layers.0" and report.first_pass == "fuse (passes/fuse.py:1)"
     assert all("down" in row.name for row in report.failed if row.block == "layers.0")
@@ -100,7 +100,7 @@ def test_other_routings_than_the_inputs_choose():
                 node.kwargs = {**node.kwargs, "capacity": 20, "drop": "position_token"}
         return graph
 
-    original, compiled = compiled_pair({"fuse": capped})
+    original, compiled = build_compiled_pair({"fuse": capped})
     assert verify(compiled, original, (IDS,), routings=False, token_counts=()).ok
     report = verify(compiled, original, (IDS,), token_counts=())
     assert report.first_block == "layers.1" and report.first_pass == "fuse (passes/fuse.py:1)"
@@ -108,7 +108,7 @@ def test_other_routings_than_the_inputs_choose():
 
 
 def test_a_difference_outside_of_the_blocks():
-    original, compiled = compiled_pair()
+    original, compiled = build_compiled_pair()
     compiled.norms[1].eps = 1e-2
     report = verify(compiled, original, (IDS,))
     assert not report.ok and report.first_block is None
@@ -116,7 +116,7 @@ def test_a_difference_outside_of_the_blocks():
 
 
 def test_a_program_that_is_not_its_last_graph():
-    original, compiled = compiled_pair()
+    original, compiled = build_compiled_pair()
     program = get_rewritten_forward(compiled.layers[0]).programs[0]
     right, program.fn = program.fn, lambda block, x: right(block, x) * 1.1
     report = verify(compiled, original, (IDS,))
@@ -124,7 +124,7 @@ def test_a_program_that_is_not_its_last_graph():
 
 
 def test_a_model_without_rewritten_blocks_fails():
-    original, _ = compiled_pair()
+    original, _ = build_compiled_pair()
     report = verify(Model(), Model().requires_grad_(False), (IDS,))
     assert not report.ok
     report = verify(original, original, (IDS,))
@@ -135,7 +135,7 @@ def test_a_model_without_rewritten_blocks_fails():
 
 
 def test_a_compiled_reference_is_refused():
-    original, compiled = compiled_pair()
+    original, compiled = build_compiled_pair()
     for first in (original, compiled):
         with pytest.raises(InvalidInput, match=r"the reference, a Model, is compiled itself: its block 'layers.0'"):
             verify(first, compiled, (IDS,))
@@ -146,13 +146,13 @@ def test_a_block_that_did_not_run_was_not_verified():
         def forward(self, ids):
             return self.head(self.embed(ids) + self.layers[0](self.embed(ids)))
 
-    original, compiled = compiled_pair()
+    original, compiled = build_compiled_pair()
     original.__class__ = compiled.__class__ = Skips
-    assert kinds(verify(compiled, original, (IDS,))) == {("layers.1", "path")}
+    assert list_kinds(verify(compiled, original, (IDS,))) == {("layers.1", "path")}
 
 
 def test_other_weights_modes_and_names_are_reported():
-    original, compiled = compiled_pair()
+    original, compiled = build_compiled_pair()
     with torch.no_grad():
         compiled.head.weight = torch.nn.Parameter(compiled.head.weight * 2)
     compiled.layers[1].eval()
@@ -165,14 +165,14 @@ def test_other_weights_modes_and_names_are_reported():
 
 
 def test_equal_weights_need_not_be_shared():
-    original, compiled = compiled_pair()
+    original, compiled = build_compiled_pair()
     other = Model()
     other.load_state_dict(original.state_dict())
     assert verify(compiled, other, (IDS,)).ok
 
 
 def test_nothing_is_touched():
-    original, compiled = compiled_pair()
+    original, compiled = build_compiled_pair()
     for p in original.parameters():
         p.grad = torch.ones_like(p)
     forward = get_rewritten_forward(compiled.layers[0])
@@ -190,7 +190,7 @@ def test_a_lazy_specialization_is_captured_unseen():
 
     from moefx.runtime.block_forward import install_forward
 
-    original, compiled = compiled_pair()
+    original, compiled = build_compiled_pair()
     seen = []
 
     def specialize(block, call, args, kwargs):
@@ -206,18 +206,18 @@ def test_a_lazy_specialization_is_captured_unseen():
 
 
 def test_the_model_is_the_block():
-    original, compiled = compiled_pair()
+    original, compiled = build_compiled_pair()
     x = torch.randn(2, 12, 8)
     report = verify(compiled.layers[0], original.layers[0], (x,))
     assert report.ok and {row.block for row in report.rows} == {""}, str(report)
     assert len(report.routing) == 1 + len(report.covered)
-    original, compiled = compiled_pair({"fuse": swapped}, 0)
+    original, compiled = build_compiled_pair({"fuse": swap_two_experts}, 0)
     report = verify(compiled.layers[0], original.layers[0], x)
     assert report.first_block == "" and report.first_pass == "fuse (passes/fuse.py:1)"
 
 
 def test_calls_without_comparable_inputs_are_refused():
-    original, compiled = compiled_pair()
+    original, compiled = build_compiled_pair()
     with pytest.raises(InvalidInput, match="meta device"):
         verify(compiled, Model().to("meta"), (IDS,))
     with pytest.raises(InvalidInput, match="no inputs"):
@@ -229,7 +229,7 @@ def test_calls_without_comparable_inputs_are_refused():
 
 
 def test_the_report_as_json_has_results_and_rows():
-    original, compiled = compiled_pair()
+    original, compiled = build_compiled_pair()
     data = json.loads(verify(compiled, original, (IDS,)).to_json())
     assert data["ok"] is True and data["rows"][0]["kind"] == "output" and data["routing"][0]["block"] == "layers.0"
     data = json.loads(verify(original, original, (IDS,)).to_json())
@@ -241,7 +241,7 @@ def test_an_empty_report_is_not_a_pass():
 
 
 def test_the_table_names_what_differs_and_the_first_pass(golden_text=None):
-    original, compiled = compiled_pair({"fuse": swapped})
+    original, compiled = build_compiled_pair({"fuse": swap_two_experts})
     lines = str(verify(compiled, original, (IDS,))).splitlines()
     assert lines[0].startswith("moefx.verify: FAILED, ")
     assert lines[1].split() == ["block", "kind", "compared", "worst", "error", "allowed", "norm", "worst", "tensor"]

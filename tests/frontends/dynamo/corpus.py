@@ -42,7 +42,7 @@ class MessageHandler(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-def case_of(name: str, experts: str) -> Case:
+def build_case(name: str, experts: str) -> Case:
     """Build the case in float64, or in float32 if its forward needs it."""
     for dtype in (torch.float64, torch.float32):
         case = models.build(name, dtype=dtype)
@@ -71,9 +71,9 @@ def run(name: str, experts: str = "eager", with_moefx: bool = True) -> tuple[str
     messages = MessageHandler()
     logging.getLogger("moefx").addHandler(messages)
     try:
-        case = case_of(name, experts)
+        case = build_case(name, experts)
         reference, start = copy.deepcopy(case.model), checks.State.of(case.model)
-        tol = checks.tolerance(case, reference, case.inputs)
+        tol = checks.choose_tolerance(case, reference, case.inputs)
         options = {"backend": "aot_eager", "validation": "symbolic"}
         # a graph break in a loop may compile one graph per iteration
         with torch._dynamo.config.patch(recompile_limit=64, accumulated_recompile_limit=256):

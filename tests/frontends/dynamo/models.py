@@ -79,7 +79,7 @@ IDIOMS = {
 }
 
 
-def model(idiom: str, dtype: torch.dtype = torch.float64, num_layers: int = 2) -> Model:
+def build_model(idiom: str, dtype: torch.dtype = torch.float64, num_layers: int = 2) -> Model:
     """Build a model with weights of usual size.
 
     Sorted experts use bfloat16: torch traces grouped products only in it.

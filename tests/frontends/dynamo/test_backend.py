@@ -26,16 +26,16 @@ from moefx.frontends.fx import proof_cache
 from tests.models.case import run_and_differentiate
 from tests.mutants import bases
 
-from .models import IDIOMS, D, E, H, Model, SparseGates, model
+from .models import IDIOMS, D, E, H, Model, SparseGates, build_model
 
 _ROOT = Path(__file__).parents[3]
 
 
-def warnings_of(caplog) -> list[str]:
+def read_warnings(caplog) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.name.startswith("moefx") and r.levelname == "WARNING"]
 
 
-def compiled(module: nn.Module, dynamic: bool | None = None, **options) -> nn.Module:
+def compile_module(module: nn.Module, dynamic: bool | None = None, **options) -> nn.Module:
     options = {"backend": "aot_eager", "validation": "symbolic"} | options
     return torch.compile(module, backend=backend.backend, options=options, dynamic=dynamic)
 
@@ -43,7 +43,7 @@ def compiled(module: nn.Module, dynamic: bool | None = None, **options) -> nn.Mo
 def check_equal(reference: nn.Module, module: nn.Module, call, x: torch.Tensor) -> None:
     """Check results against float64: at most twice the error of the original, in half precision three times."""
     exact, expected, actual = (
-        _truth(reference, x),
+        _compute_exact(reference, x),
         run_and_differentiate(reference, reference, x),
         run_and_differentiate(module, call, x),
     )
@@ -53,7 +53,7 @@ def check_equal(reference: nn.Module, module: nn.Module, call, x: torch.Tensor) 
         assert (a - c).abs().max() <= bound
 
 
-def _truth(reference: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+def _compute_exact(reference: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     """Compute results in float64 with separate products: torch has grouped products only in lower precision."""
     original = torch.nn.functional.grouped_mm
 
@@ -75,8 +75,8 @@ def _truth(reference: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 )
 def test_idiom(idiom, dynamic):
     """Rewrite both layers with one proof, which also holds for later sizes."""
-    module = model(idiom)
-    reference, call = copy.deepcopy(module), compiled(module, dynamic)
+    module = build_model(idiom)
+    reference, call = copy.deepcopy(module), compile_module(module, dynamic)
     before = proof_cache.num_proofs_tried
     dtype = next(module.parameters()).dtype
     for shape in ((2, 9), (1, 11)):
@@ -113,7 +113,7 @@ def test_autocast(inside):
 
     torch.manual_seed(0)
     module = Outer()
-    call, x = compiled(module), torch.randn(2, 9, D)
+    call, x = compile_module(module), torch.randn(2, 9, D)
     with contextlib.nullcontext() if inside else torch.autocast("cpu", torch.bfloat16):
         got, expected = call(x), module(x)
     (block,) = moefx.blocks(call)
@@ -123,10 +123,10 @@ def test_autocast(inside):
 
 def test_autocast_around_some_calls():
     """Prove one graph with autocast and without: users may train with it and evaluate without it."""
-    module, x = model("weight_gather", torch.float32, num_layers=1), torch.randn(2, 9, D)
+    module, x = build_model("weight_gather", torch.float32, num_layers=1), torch.randn(2, 9, D)
     for enabled in (False, True, False):
         torch._dynamo.reset()
-        call = compiled(module, backend="eager")
+        call = compile_module(module, backend="eager")
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             call(x)
         (block,) = moefx.blocks(call)
@@ -147,7 +147,7 @@ def test_random_numbers_without_an_input():
     module, x = Model(Noisy, num_layers=1), torch.randn(2, 9, D)
     for p in module.parameters():
         nn.init.normal_(p, std=0.5)
-    call = compiled(module)
+    call = compile_module(module)
     for _ in range(2):
         torch.manual_seed(1)
         got, after = call(x), torch.rand(1)
@@ -158,8 +158,8 @@ def test_random_numbers_without_an_input():
 
 def test_side_results():
     """Update counts in a buffer and an auxiliary loss as the original does."""
-    module = model("sparse_gates")
-    reference, call, x = copy.deepcopy(module), compiled(module), torch.randn(2, 9, D, dtype=torch.float64)
+    module = build_model("sparse_gates")
+    reference, call, x = copy.deepcopy(module), compile_module(module), torch.randn(2, 9, D, dtype=torch.float64)
     (_, aux), (_, expected) = call(x), reference(x)
     torch.testing.assert_close(aux, expected)
     for compiled_layer, layer in zip(module.layers, reference.layers, strict=True):
@@ -168,8 +168,8 @@ def test_side_results():
 
 
 def test_weights_may_change():
-    module = model("dense_masked")
-    call, x = compiled(module), torch.randn(2, 9, D, dtype=torch.float64)
+    module = build_model("dense_masked")
+    call, x = compile_module(module), torch.randn(2, 9, D, dtype=torch.float64)
     call(x)
     with torch.no_grad():
         module.layers[1]["moe"].experts[3].down.weight.mul_(-2)
@@ -179,7 +179,7 @@ def test_weights_may_change():
 @pytest.mark.exhaustive  # half a minute of C++
 def test_inductor_compiles_the_rest():
     """Compile without options, as users do."""
-    module = model("stack_gather")
+    module = build_model("stack_gather")
     reference, call = copy.deepcopy(module), torch.compile(module, backend=backend.backend)
     for shape in ((2, 9), (1, 11)):
         check_equal(reference, module, call, torch.randn(*shape, D, dtype=next(module.parameters()).dtype))
@@ -190,7 +190,7 @@ def test_a_second_compile_reuses_the_proof():
     before = proof_cache.num_proofs_tried
     for _ in range(2):
         torch._dynamo.reset()
-        compiled(model("dense_masked"))(torch.randn(2, 9, D, dtype=torch.float64))
+        compile_module(build_model("dense_masked"))(torch.randn(2, 9, D, dtype=torch.float64))
     assert proof_cache.num_proofs_tried == before + 1
 
 
@@ -219,7 +219,7 @@ class OneBias(nn.Module):
 
 def test_layers_with_a_weight_of_the_model_have_one_proof():
     module, before = OneBias().double(), proof_cache.num_proofs_tried
-    call, x = compiled(module), torch.randn(2, 9, D, dtype=torch.float64)
+    call, x = compile_module(module), torch.randn(2, 9, D, dtype=torch.float64)
     torch.testing.assert_close(call(x), copy.deepcopy(module)(x))
     assert len(moefx.blocks(call)) == 3 and proof_cache.num_proofs_tried == before + 1
 
@@ -232,14 +232,14 @@ def test_a_proof_that_is_kept_holds_no_capture():
         return sum(isinstance(obj, Capture) for obj in gc.get_objects())
 
     before = captures()
-    call = compiled(model("dense_masked"))
+    call = compile_module(build_model("dense_masked"))
     call(torch.randn(2, 9, D, dtype=next(call.parameters()).dtype))
     assert len(moefx.blocks(call)) == 2 and captures() == before
 
 
 def test_the_numeric_check_runs():
-    module = model("dense_masked", num_layers=1)
-    call = compiled(module, validation="auto")
+    module = build_model("dense_masked", num_layers=1)
+    call = compile_module(module, validation="auto")
     call(torch.randn(2, 9, D, dtype=torch.float64))
     assert "agrees in" in str(moefx.explain(call))
 
@@ -250,7 +250,7 @@ def test_absence_of_regions_is_logged_once(caplog):
             torch._dynamo.reset()
             layer = nn.Linear(width, width)
             x = torch.randn(3, width)
-            torch.testing.assert_close(compiled(layer)(x), layer(x))
+            torch.testing.assert_close(compile_module(layer)(x), layer(x))
     assert [r.levelname for r in caplog.records] == ["INFO"]
     assert "no MoE region" in caplog.text
 
@@ -272,10 +272,10 @@ class ExpertChoice(nn.Module):
 
 def test_a_refusal_has_reason_and_line(caplog):
     module = ExpertChoice()
-    call, x = compiled(module), torch.randn(2, 9, D)
+    call, x = compile_module(module), torch.randn(2, 9, D)
     torch.testing.assert_close(call(x), module(x))
     assert not moefx.blocks(call)
-    (text,) = warnings_of(caplog)
+    (text,) = read_warnings(caplog)
     assert "topk chooses among tokens, not among experts" in text and "test_backend.py:" in text
 
 
@@ -303,14 +303,14 @@ class Loop(nn.Module):
 
 def test_a_loop_that_depends_on_data_is_named(caplog):
     module, x = Loop(), torch.randn(9, D)
-    torch.testing.assert_close(compiled(module)(x), module(x))
+    torch.testing.assert_close(compile_module(module)(x), module(x))
     (text,) = {r.getMessage() for r in caplog.records if "moefx.compile" in r.getMessage()}
     assert "does not compile forward (test_backend.py:" in text and "aten.nonzero.default" in text
 
 
 def test_explain_of_a_graph_without_regions():
     """Explain the graphs of Dynamo, not the blocks that `moefx.compile` would find."""
-    call = compiled(Loop())
+    call = compile_module(Loop())
     assert "not called yet" in str(moefx.explain(call))
     call(torch.randn(9, D))
     explained = moefx.explain(call)
@@ -328,7 +328,7 @@ class Unrolled(Loop):
 
 def test_a_graph_that_ends_before_the_experts_is_named(caplog):
     module, x = Unrolled(), torch.randn(9, D)
-    torch.testing.assert_close(compiled(module)(x), module(x))
+    torch.testing.assert_close(compile_module(module)(x), module(x))
     texts = {r.getMessage() for r in caplog.records if "moefx.compile" in r.getMessage()}
     assert any("selected at test_backend.py:" in t and "ends its graph at test_backend.py:" in t for t in texts)
 
@@ -337,8 +337,8 @@ def test_rewritten_blocks_are_left_alone(caplog):
     module, x = nn.Sequential(nn.LayerNorm(D), Loop()), torch.randn(9, D)
     rewritten = moefx.compile(module, example_inputs=(x,))
     before = proof_cache.num_proofs_tried
-    torch.testing.assert_close(compiled(rewritten)(x), module(x))
-    assert proof_cache.num_proofs_tried == before and not warnings_of(caplog)
+    torch.testing.assert_close(compile_module(rewritten)(x), module(x))
+    assert proof_cache.num_proofs_tried == before and not read_warnings(caplog)
 
 
 @pytest.mark.parametrize(
@@ -366,7 +366,7 @@ def test_rewritten_blocks_are_left_alone(caplog):
 def test_unknown_options_raise(options, message):
     """Raise moefx's own error inside torch's error at the first call."""
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=message) as error:
-        compiled(nn.Linear(3, 3), **options)(torch.randn(2, 3))
+        compile_module(nn.Linear(3, 3), **options)(torch.randn(2, 3))
     assert isinstance(error.value.inner_exception, InvalidPlan)
 
 
@@ -385,8 +385,8 @@ def test_options_are_a_dict(options):
 
 
 def test_a_plan_in_the_options():
-    module = model("dense_masked", num_layers=1)
-    call = compiled(module, checkpoint="x")
+    module = build_model("dense_masked", num_layers=1)
+    call = compile_module(module, checkpoint="x")
     call(torch.randn(2, 9, D, dtype=torch.float64))
     (mlp,) = moefx.blocks(call)[0].graph.find("moefx::expert_mlp")
     assert mlp.kwargs["keep"] == "x"
@@ -395,7 +395,7 @@ def test_a_plan_in_the_options():
 def test_grad_mode_and_eager():
     """Run without gradients, with the backend "eager"."""
     module = Model(SparseGates).double()
-    reference, call = copy.deepcopy(module), compiled(module, backend="eager")
+    reference, call = copy.deepcopy(module), compile_module(module, backend="eager")
     x = torch.randn(2, 9, D, dtype=torch.float64)
     with torch.no_grad():
         torch.testing.assert_close(call(x)[0], reference(x)[0])
@@ -407,7 +407,7 @@ def test_grad_mode_and_eager():
 
 
 def test_no_load_of_a_graph_that_is_compiled_further():
-    call, x = compiled(model("stack_gather", num_layers=1)), torch.randn(2, 9, D, dtype=torch.float64)
+    call, x = compile_module(build_model("stack_gather", num_layers=1)), torch.randn(2, 9, D, dtype=torch.float64)
     call(x)
     (block,) = moefx.blocks(call)
     with pytest.warns(UserWarning, match="the code that 'aot_eager' makes of a graph keeps none"):
@@ -447,8 +447,8 @@ def test_inside_of_a_checkpoint():
         def forward(self, x):
             return checkpoint(self.inner, x, use_reentrant=False)
 
-    module = Checkpointed(model("stack_gather"))
-    reference, call = copy.deepcopy(module.inner), compiled(module)
+    module = Checkpointed(build_model("stack_gather"))
+    reference, call = copy.deepcopy(module.inner), compile_module(module)
     check_equal(reference, module, call, torch.randn(2, 9, D, dtype=torch.float64))
     assert [b.name for b in moefx.blocks(call)] == ["inner.layers.0.moe", "inner.layers.1.moe"]
 
@@ -484,7 +484,7 @@ def test_a_checkpoint_with_a_transposed_weight():
             return checkpoint(self.layer, x, use_reentrant=False)
 
     module = Checkpointed().double()
-    reference, call = copy.deepcopy(module), compiled(module, validation="numeric")
+    reference, call = copy.deepcopy(module), compile_module(module, validation="numeric")
     check_equal(reference, module, call, torch.randn(2, 9, D, dtype=torch.float64))
     assert len(moefx.blocks(call)) == 1
     assert "numeric check: agrees" in str(moefx.explain(call))
@@ -492,7 +492,7 @@ def test_a_checkpoint_with_a_transposed_weight():
 
 def test_layers_of_one_function_in_checkpoints():
     """Name the regions of two checkpoints of one function differently: each has its own inner graph."""
-    module = model("weight_gather", num_layers=1).layers[0]["moe"]
+    module = build_model("weight_gather", num_layers=1).layers[0]["moe"]
 
     class Twice(nn.Module):
         def __init__(self):
@@ -511,7 +511,7 @@ def test_layers_of_one_function_in_checkpoints():
             return x
 
     whole = Twice()
-    call = compiled(whole)
+    call = compile_module(whole)
     check_equal(copy.deepcopy(whole), whole, call, torch.randn(2, 9, D, dtype=torch.float64))
     first, second = (b.name for b in moefx.blocks(call))
     assert second == f"{first}_2"

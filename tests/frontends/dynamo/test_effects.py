@@ -14,17 +14,17 @@ from moefx.frontends.dynamo.backend import backend
 from .test_refusals import D, Dense
 
 
-def energy(x):
+def compute_energy(x):
     return (x**2).sum().sin()
 
 
-def weights(m):
+def list_weights(m):
     return dict(m.named_parameters())
 
 
-def a_step(m, x):
-    slopes = grad(lambda p: functional_call(m, p, (x,)).pow(2).sum())(weights(m))
-    return functional_call(m, {name: p - 0.1 * slopes[name] for name, p in weights(m).items()}, (x,))
+def run_step(m, x):
+    slopes = grad(lambda p: functional_call(m, p, (x,)).pow(2).sum())(list_weights(m))
+    return functional_call(m, {name: p - 0.1 * slopes[name] for name, p in list_weights(m).items()}, (x,))
 
 
 # Per transform: the function, and the number of mixtures outside all transforms.
@@ -33,11 +33,14 @@ TRANSFORMS = {
     "vjp": (lambda m, x: vjp(m, x)[1](torch.ones_like(x))[0], 0),
     "jvp": (lambda m, x: jvp(m, (x,), (torch.ones_like(x),))[1], 0),
     "vmap": (lambda m, x: vmap(lambda row: m(row[None])[0])(x), 0),
-    "grad of weights": (lambda m, x: grad(lambda p: functional_call(m, p, (x,)).pow(2).sum())(weights(m))["up"], 0),
-    "weights of a step": (a_step, 0),
+    "grad of weights": (
+        lambda m, x: grad(lambda p: functional_call(m, p, (x,)).pow(2).sum())(list_weights(m))["up"],
+        0,
+    ),
+    "weights of a step": (run_step, 0),
     "beside": (lambda m, x: x - 0.1 * grad(lambda z: m(z).pow(2).sum())(x) + m(x), 1),
-    "behind": (lambda m, x: m(x - 0.1 * grad(energy)(x)), 1),
-    "before": (lambda m, x: grad(energy)(m(x)) + m(x.sin()), 2),
+    "behind": (lambda m, x: m(x - 0.1 * grad(compute_energy)(x)), 1),
+    "before": (lambda m, x: grad(compute_energy)(m(x)) + m(x.sin()), 2),
 }
 
 

@@ -12,14 +12,14 @@ from moefx.errors import InvalidInput, MoefxError
 from moefx.frontends.dynamo.backend import backend
 
 from ... import blocks
-from .models import D, model
+from .models import D, build_model
 
 
-def compiled(module):
+def compile_module(module):
     return torch.compile(module, backend=backend, options={"backend": "eager", "validation": "symbolic"})
 
 
-def tokens(*shape):
+def draw_tokens(*shape):
     return torch.randn(*shape, D, dtype=torch.float64)
 
 
@@ -27,9 +27,9 @@ def tokens(*shape):
 def test_a_graph_of_one_token_adds_a_note(shapes, caplog):
     """Note graphs of one token if their regions are rewritten in other graphs."""
     caplog.set_level(logging.INFO)
-    call = compiled(model("weight_gather"))
+    call = compile_module(build_model("weight_gather"))
     for shape in shapes:
-        call(tokens(*shape))
+        call(draw_tokens(*shape))
     explained = moefx.explain(call)
     assert len(explained.matched) == 1 and not explained.refused
     assert "note        graphs of a single token, or of none, run unchanged" in str(explained)
@@ -38,8 +38,8 @@ def test_a_graph_of_one_token_adds_a_note(shapes, caplog):
 
 
 def test_explain_of_graphs_of_one_token():
-    call = compiled(model("weight_gather"))
-    call(tokens(1, 1))
+    call = compile_module(build_model("weight_gather"))
+    call(draw_tokens(1, 1))
     text = str(moefx.explain(call))
     assert "refused: layers.0.moe, layers.1.moe" in text and "a single token, so sizes do not identify" in text
     assert "call it with more" in text
@@ -47,8 +47,8 @@ def test_explain_of_graphs_of_one_token():
 
 def test_explain_after_a_reset_of_dynamo():
     """Explain no graphs from before the reset: they do not run any more."""
-    call = compiled(model("weight_gather"))
-    call(x := tokens(2, 9))
+    call = compile_module(build_model("weight_gather"))
+    call(x := draw_tokens(2, 9))
     assert moefx.graph(call, "layers.0.moe")
     torch._dynamo.reset()
     assert not moefx.blocks(call) and "not called yet" in str(moefx.explain(call))
@@ -62,8 +62,8 @@ def test_explain_after_a_reset_of_dynamo():
 def test_explain_of_a_second_model_of_a_class():
     """Explain why a second model has no regions: Dynamo reuses the graphs of the first."""
     for which in range(2):
-        call = compiled(model("weight_gather"))
-        call(tokens(2, 9))
+        call = compile_module(build_model("weight_gather"))
+        call(draw_tokens(2, 9))
         assert len(moefx.blocks(call)) == (2 if which == 0 else 0)
     assert "Dynamo reuses graphs of an equal model" in str(moefx.explain(call))
 
@@ -125,10 +125,10 @@ def test_explain_of_a_function():
     torch.manual_seed(0)
     weights = {"router": torch.randn(D, 4), "up": torch.randn(4, D, 5), "down": torch.randn(4, 5, D)}
     weights = {name: weight.double() for name, weight in weights.items()}
-    call, other = compiled(layer), compiled(mixture)
+    call, other = compile_module(layer), compile_module(mixture)
     assert "not called yet" in str(moefx.explain(call)) and not moefx.blocks(call)
     for length in (9, 11):
-        x = tokens(2, length)
+        x = draw_tokens(2, length)
         torch.testing.assert_close(call(weights, x), layer(weights, x))
     names = [block.name for block in moefx.blocks(call)]
     assert len(names) == 2 and names[1] == f"{names[0]}_2" and str(moefx.explain(call)).startswith("layer: 2 MoE")
@@ -143,7 +143,7 @@ class Watched(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.moe, self.gate = model("weight_gather", num_layers=1), torch.nn.Linear(D, 4)
+        self.moe, self.gate = build_model("weight_gather", num_layers=1), torch.nn.Linear(D, 4)
 
     def forward(self, x):
         chosen = self.gate(x).topk(2, -1)[1]
@@ -158,7 +158,7 @@ def test_explain_of_an_unchanged_graph():
 
 
 def test_statistics_outside_of_a_region_are_not_its_own():
-    x = tokens(2, 9)
+    x = draw_tokens(2, 9)
     graph = torch.export.export(Watched().double(), (x,)).module()
     explained = moefx.explain(moefx.rewrite_graph(graph, (x,)))
     assert len(explained.matched) == 1 and not explained.refused

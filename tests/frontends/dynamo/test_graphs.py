@@ -15,24 +15,24 @@ import moefx
 from moefx.errors import InvalidInput
 from moefx.frontends.dynamo.backend import backend
 from tests import golden
-from tests.verification.compiled import broken
+from tests.verification.compiled import break_op
 
-from .models import IDIOMS, D, model
+from .models import IDIOMS, D, build_model
 
 PLAN = moefx.Plan(validation="symbolic")
 
 
-def exported(module, x, dynamic=False):
+def export_module(module, x, dynamic=False):
     dims = ({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},) if dynamic else None
     return torch.export.export(module, (x,), dynamic_shapes=dims).module()
 
 
-def decomposed(module, x):
+def export_decomposed(module, x):
     """Export the module and decompose it to core ATen ops."""
     return torch.export.export(module, (x,)).run_decompositions().module()
 
 
-def functional(module, x, decompositions=None):
+def trace_functional(module, x, decompositions=None):
     """Trace the module with its parameters as inputs: no names, no lines, and no difference to activations."""
     names, values = zip(*module.named_parameters(), strict=True)
 
@@ -43,7 +43,7 @@ def functional(module, x, decompositions=None):
     return make_fx(f, decomposition_table=decompositions)(*args), args
 
 
-def x_of(module, *shape):
+def draw_input(module, *shape):
     return torch.randn(*shape, D, dtype=next(module.parameters()).dtype)
 
 
@@ -52,9 +52,9 @@ def x_of(module, *shape):
 @pytest.mark.parametrize("idiom", IDIOMS)
 def test_printed(idiom, is_decomposed):
     """Print the graphs of a region identically in every run. Core ATen ops change only the routing."""
-    module = model(idiom, num_layers=1)
-    x = x_of(module, 2, 9)
-    gm = decomposed(module, x) if is_decomposed else exported(module, x)
+    module = build_model(idiom, num_layers=1)
+    x = draw_input(module, 2, 9)
+    gm = export_decomposed(module, x) if is_decomposed else export_module(module, x)
     out = moefx.rewrite_graph(gm, (x,), PLAN)
     for got, expected in zip(out(x), module(x), strict=True):
         torch.testing.assert_close(got, expected)
@@ -71,8 +71,8 @@ def test_printed(idiom, is_decomposed):
 @pytest.mark.parametrize("idiom", ["dense_masked", "bmm_weight_before", "stack_gather", "weight_gather"])
 def test_without_names(idiom, is_decomposed):
     """Rewrite a graph of ATen ops whose parameters are inputs."""
-    module = model(idiom)
-    gm, args = functional(module, x_of(module, 2, 9), core_aten_decompositions() if is_decomposed else None)
+    module = build_model(idiom)
+    gm, args = trace_functional(module, draw_input(module, 2, 9), core_aten_decompositions() if is_decomposed else None)
     out = moefx.rewrite_graph(gm, args, PLAN)
     assert len(moefx.blocks(out)) == 2
     for got, expected in zip(out(*args), gm(*args), strict=True):
@@ -112,8 +112,8 @@ class OneProduct(nn.Module):
 def test_columns_of_one_product(split, wide, is_decomposed):
     """Use only the columns of each expert: core ATen computes an einsum over the experts as one product."""
     module = OneProduct(split, wide).double()
-    x = x_of(module, 2, 9)
-    gm = decomposed(module, x) if is_decomposed else exported(module, x)
+    x = draw_input(module, 2, 9)
+    gm = export_decomposed(module, x) if is_decomposed else export_module(module, x)
     out = moefx.rewrite_graph(gm, (x,), PLAN)
     torch.testing.assert_close(out(x), module(x))
     (block,) = moefx.blocks(out)
@@ -121,18 +121,20 @@ def test_columns_of_one_product(split, wide, is_decomposed):
 
 
 def test_a_graph_with_symbolic_sizes_runs_rewritten_at_other_sizes():
-    module = model("dense_masked")
-    out = moefx.rewrite_graph(exported(module, x_of(module, 2, 9), dynamic=True), (x_of(module, 2, 9),), PLAN)
+    module = build_model("dense_masked")
+    out = moefx.rewrite_graph(
+        export_module(module, draw_input(module, 2, 9), dynamic=True), (draw_input(module, 2, 9),), PLAN
+    )
     for shape in ((2, 9), (4, 5), (3, 30)):
-        x = x_of(module, *shape)
+        x = draw_input(module, *shape)
         torch.testing.assert_close(out(x)[0], module(x)[0])
     assert all(b.forward.counts.rewritten == 3 and not b.fallbacks for b in moefx.blocks(out))
 
 
 def test_blocks_of_a_graph_can_be_inspected():
-    module = model("stack_gather")
-    x = x_of(module, 2, 9)
-    out = moefx.rewrite_graph(exported(module, x), (x,), PLAN)
+    module = build_model("stack_gather")
+    x = draw_input(module, 2, 9)
+    out = moefx.rewrite_graph(export_module(module, x), (x,), PLAN)
     names = [b.name for b in moefx.blocks(out)]
     assert names == ["moefx.layers_0_moe", "moefx.layers_1_moe"]
     assert moefx.history(out, names[1]).passes == ("rewrite_block", "fuse", "checkpoint")
@@ -145,9 +147,9 @@ def test_blocks_of_a_graph_can_be_inspected():
 
 def test_verify():
     """Verify against the graph and against its model, and report a wrong program."""
-    module = model("stack_gather")
-    x = x_of(module, 2, 9)
-    gm = exported(module, x)
+    module = build_model("stack_gather")
+    x = draw_input(module, 2, 9)
+    gm = export_module(module, x)
     out = moefx.rewrite_graph(gm, (x,), PLAN)
     for reference in (gm, module):
         report = moefx.verify(out, reference, (x,), routings=False)
@@ -168,19 +170,19 @@ def test_verify():
 
 
 def test_the_pass_that_broke_a_region_is_named():
-    module = model("stack_gather")
-    x = x_of(module, 2, 9)
-    gm = exported(module, x)
+    module = build_model("stack_gather")
+    x = draw_input(module, 2, 9)
+    gm = export_module(module, x)
     out = moefx.rewrite_graph(gm, (x,), PLAN)
-    with broken("expert_mlp_backward", lambda grads, *_, **__: [*grads[:-1], grads[-1] * 1.01]):
+    with break_op("expert_mlp_backward", lambda grads, *_, **__: [*grads[:-1], grads[-1] * 1.01]):
         report = moefx.verify(out, gm, (x,), routings=False)
     assert report.first_block == "moefx.layers_0_moe" and report.first_pass.startswith("fuse (")
 
 
 def test_a_page_of_a_region(tmp_path):
-    module = model("stack_gather", num_layers=1)
-    x = x_of(module, 2, 9)
-    out = moefx.rewrite_graph(exported(module, x), (x,), PLAN)
+    module = build_model("stack_gather", num_layers=1)
+    x = draw_input(module, 2, 9)
+    out = moefx.rewrite_graph(export_module(module, x), (x,), PLAN)
     page = tmp_path / "region.html"
     moefx.history(out, "moefx.layers_0_moe").html(page)
     text = page.read_text()
@@ -188,9 +190,9 @@ def test_a_page_of_a_region(tmp_path):
 
 
 def test_the_rest_is_untouched():
-    module = model("dense_masked", num_layers=1)
-    x = x_of(module, 2, 9)
-    gm = exported(module, x)
+    module = build_model("dense_masked", num_layers=1)
+    x = draw_input(module, 2, 9)
+    gm = export_module(module, x)
     before = [(n.op, str(n.target)) for n in gm.graph.nodes]
     out = moefx.rewrite_graph(gm, (x,), PLAN)
     assert [(n.op, str(n.target)) for n in gm.graph.nodes] == before
@@ -239,7 +241,7 @@ def test_buffer_writes_outside_of_a_region_keep_their_order(where):
 
 
 def test_a_graph_without_regions_is_returned():
-    gm = exported(torch.nn.Linear(4, 4), torch.randn(3, 4))
+    gm = export_module(torch.nn.Linear(4, 4), torch.randn(3, 4))
     assert moefx.rewrite_graph(gm, (torch.randn(3, 4),)) is gm
 
 
@@ -303,7 +305,7 @@ class Checked(IDIOMS["weight_gather"]):
 @pytest.mark.parametrize("decompose", [False, True])
 def test_checks_of_the_graph_still_raise(decompose):
     module, x = Checked().double(), torch.randn(2, 9, D, dtype=torch.float64)
-    gm = decomposed(module, x) if decompose else exported(module, x)
+    gm = export_decomposed(module, x) if decompose else export_module(module, x)
     out = moefx.rewrite_graph(gm, (x,), PLAN)
     assert len(moefx.blocks(out)) == 1
     torch.testing.assert_close(out(x), module(x))
@@ -319,7 +321,7 @@ class Attends(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.norm, self.attention = nn.LayerNorm(D), nn.MultiheadAttention(D, 2, batch_first=True)
-        self.moe = model("dense_masked", num_layers=1).layers[0]["moe"]
+        self.moe = build_model("dense_masked", num_layers=1).layers[0]["moe"]
 
     def forward(self, x, mask):
         x = x + self.attention(x, x, x, key_padding_mask=~mask, need_weights=False)[0]

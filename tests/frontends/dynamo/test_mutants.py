@@ -38,7 +38,7 @@ def check(mutant: Mutant) -> None:
     options = {"backend": "eager", "validation": "symbolic"}
     compiled = torch.compile(case.model, backend=backend.backend, options=options)
     case.call = lambda model, inputs: call(compiled if model is case.model else model, inputs)
-    run.compare(case, reference, case.model, run.tolerance(mutant))
+    run.compare(case, reference, case.model, run.choose_tolerance(mutant))
 
 
 def check_graph(mutant: Mutant, is_decomposed: bool) -> bool:
@@ -73,7 +73,7 @@ def check_graph(mutant: Mutant, is_decomposed: bool) -> bool:
                         raise
                     results.append(None)
             if results[0] is not None:
-                tol = run.tolerance(mutant)
+                tol = run.choose_tolerance(mutant)
                 torch.testing.assert_close(results[1], results[0], rtol=tol, atol=tol, equal_nan=True)
     return True
 

@@ -103,21 +103,21 @@ class WeightsChecked(Dense):
         return w, ids
 
 
-def refused(module, *args):
+def read_refusals(module, *args):
     call = torch.compile(module, backend=backend, options={"backend": "eager", "validation": "symbolic"})
     torch.testing.assert_close(call(*args), module(*args))
     return moefx.explain(call).refused
 
 
 def test_a_function_with_a_backward_of_its_own_is_named():
-    (refusal,) = refused(Mixture(), torch.randn(3, 9, D))
+    (refusal,) = read_refusals(Mixture(), torch.randn(3, 9, D))
     assert "calls the torch.autograd.Function Clamp" in refusal.reason
     assert refusal.source.startswith("test_refusals.py:")
 
 
 def test_experts_among_the_inputs_are_refused():
     """Do not treat comparisons inside the experts as a selection."""
-    (refusal,) = refused(Given(), torch.randn(3, 9, D), torch.randint(0, E, (3, 9)))
+    (refusal,) = read_refusals(Given(), torch.randn(3, 9, D), torch.randint(0, E, (3, 9)))
     assert refusal.reason.startswith("the graph does not select experts here, and receives ids: ")
     assert "moefx.compile(model) supports them" in refusal.remedy
 
@@ -146,7 +146,7 @@ def test_a_reason_is_logged_once(caplog):
 
 @pytest.mark.parametrize(("kind", "op"), [(HiddenChecked, "isfinite"), (HiddenReturned, "square")])
 def test_use_of_expert_results_outside_is_refused(kind, op):
-    (refusal,) = refused(kind(), torch.randn(20, D))
+    (refusal,) = read_refusals(kind(), torch.randn(20, D))
     assert f"h, which the experts compute, is used outside the mixture, by {op}" in refusal.reason
     assert (
         refusal.source.startswith("test_refusals.py:") and "the inputs or the outputs of the mixture" in refusal.remedy
@@ -170,7 +170,7 @@ def _slices(t):
 @pytest.mark.parametrize("cut", [lambda t: t.split(16), _slices])
 def test_rows_that_are_cut_into_parts(cut):
     """Refuse a loop over chunks, which the graph contains unrolled for its size."""
-    (refusal,) = refused(Dense(cut), torch.randn(40, D))
+    (refusal,) = read_refusals(Dense(cut), torch.randn(40, D))
     assert refusal.reason.startswith("the rows are split into 3 chunks") and "loops over chunks" in refusal.remedy
     assert refusal.source.startswith("test_refusals.py:")
 

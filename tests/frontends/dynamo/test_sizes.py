@@ -110,7 +110,7 @@ class Forced(Dense):
         return w, torch.where((ids >= 0)[:, None], (ids % E)[:, None], i)
 
 
-def tokens(*shape):
+def draw_tokens(*shape):
     return torch.randn(*shape, D, dtype=torch.float64)
 
 
@@ -125,7 +125,7 @@ def check(module, calls, **kwargs):
 @pytest.mark.parametrize(("make", "first"), [(Constant, (3, 10)), (Constant, (30, 2)), (Capacity, (2, 10))])
 def test_a_number_of_a_dynamic_graph_is_no_size(make, first):
     """Treat the number as a constant although it equals a size of the first call."""
-    check(make(), [(tokens(*first),), (tokens(4, 60),)], dynamic=True)
+    check(make(), [(draw_tokens(*first),), (draw_tokens(4, 60),)], dynamic=True)
 
 
 @pytest.mark.exhaustive  # `test_all_tokens_but_the_last` and the next test cover these
@@ -143,7 +143,7 @@ def test_a_number_of_a_dynamic_graph_is_no_size(make, first):
 def test_capacities_of_floats(places, dynamic):
     """Compute capacities as the graph does, for all sizes."""
     module, shapes = Limited(places), [(2, 10), (2, 40), (3, 41), (3, 97)]
-    calls = [(tokens(*shape).abs(),) for shape in shapes]
+    calls = [(draw_tokens(*shape).abs(),) for shape in shapes]
     (block,) = {b.name: b for b in moefx.blocks(check(module, calls, dynamic=dynamic))}.values()
     assert not block.fallbacks and block.graph.find("moefx::build_pft")[0].kwargs["capacity"] is not None
 
@@ -156,7 +156,7 @@ def test_roots_of_sizes_do_not_compile_again():
         torch._dynamo.reset()
         call = torch.compile(module, dynamic=True, **how)
         for length in (10, 17, 23):
-            torch.testing.assert_close(call(x := tokens(2, length).abs()), module(x))
+            torch.testing.assert_close(call(x := draw_tokens(2, length).abs()), module(x))
         return call
 
     graphs, plain_graphs = [], []
@@ -170,7 +170,7 @@ def test_roots_of_sizes_do_not_compile_again():
 
 def test_a_number_among_the_inputs(caplog):
     """Refuse a number whose value at other sizes is unknown."""
-    check(Limited(), [(tokens(2, n).abs(), n // 3) for n in (10, 17)], dynamic=True)
+    check(Limited(), [(draw_tokens(2, n).abs(), n // 3) for n in (10, 17)], dynamic=True)
     assert "it depends on L[" in caplog.text
 
 
@@ -184,7 +184,7 @@ def test_all_tokens_but_the_last(dynamic):
             return super().forward(x[:, :-1].cos())
 
     module = ButTheLast(lambda batch, length: max(2, int(1.25 * batch * length / E), batch * length // 3))
-    calls = [(tokens(*shape),) for shape in [(2, 10), (2, 40), (3, 41)]]
+    calls = [(draw_tokens(*shape),) for shape in [(2, 10), (2, 40), (3, 41)]]
     assert moefx.blocks(check(module, calls, dynamic=dynamic))
 
 
@@ -195,7 +195,7 @@ def test_chunks_of_a_length_that_changes():
         def forward(self, x):
             return torch.cat([super(Chunks, self).forward(c.flatten(0, 1)).view_as(c) for c in x.chunk(2, 1)], 1)
 
-    blocks = moefx.blocks(check(Chunks(), [(tokens(*shape),) for shape in [(2, 9), (3, 7), (2, 40)]]))
+    blocks = moefx.blocks(check(Chunks(), [(draw_tokens(*shape),) for shape in [(2, 9), (3, 7), (2, 40)]]))
     assert len(blocks) == 2 and not any(block.fallbacks for block in blocks)
 
 
@@ -222,7 +222,7 @@ def test_floats_that_seldom_change_are_constants(dynamic, caplog):
 
     def blocks_at(temperature, times):
         module.temperature, module.times = temperature, times
-        torch.testing.assert_close(call(x := tokens(3, 17).double()), module(x))
+        torch.testing.assert_close(call(x := draw_tokens(3, 17).double()), module(x))
         return len(moefx.blocks(call))
 
     for temperature, times in ((1.7, 1.25), (0.5, 1.25), (0.5, 2.0)):
@@ -239,20 +239,20 @@ def test_floats_that_seldom_change_are_constants(dynamic, caplog):
 
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
 def test_a_call_without_tokens_runs(shape):
-    call = check(Dense(), [(tokens(*shape),), (tokens(3, 7),)])
+    call = check(Dense(), [(draw_tokens(*shape),), (draw_tokens(3, 7),)])
     assert moefx.blocks(call)
 
 
 def test_first_call_with_one_integer_value_generalizes():
     none = torch.full((3, 9, 2), -1)
-    check(Moved(), [(tokens(3, 9), none), (tokens(3, 9), torch.randint(-1, E, (3, 9, 2)))])
+    check(Moved(), [(draw_tokens(3, 9), none), (draw_tokens(3, 9), torch.randint(-1, E, (3, 9, 2)))])
 
 
 def test_blocks_of_its_own():
     """Keep the block of `moefx.compile` separate from blocks of graphs with the same weights."""
     module = Dense()
-    check(module, [(tokens(9),)])
-    compiled = moefx.compile(module, plan=moefx.Plan(checkpoint="x"), example_inputs=(tokens(9),))
+    check(module, [(draw_tokens(9),)])
+    compiled = moefx.compile(module, plan=moefx.Plan(checkpoint="x"), example_inputs=(draw_tokens(9),))
     (block,) = moefx.blocks(compiled)
     assert block.forward is compiled.forward and block.graph.find("moefx::expert_mlp")[0].kwargs["keep"] == "x"
 
@@ -263,7 +263,7 @@ def test_blocks_of_its_own():
 def test_as_many_rows_as_experts(shape, dynamic):
     """Do not treat a mask over experts as one over rows if the first call has as many rows as experts."""
     experts = torch.tensor([True, False, True, True])
-    calls = [(tokens(*s), experts) for s in (shape, (5, 7))]
+    calls = [(draw_tokens(*s), experts) for s in (shape, (5, 7))]
     assert moefx.blocks(check(Enabled(), calls, dynamic=dynamic))
 
 
@@ -273,7 +273,7 @@ def test_log_suggests_sizes_that_differ(caplog):
     Without opt_einsum, which torch uses if it is installed and which converts the sizes to numbers.
     """
     with torch.backends.opt_einsum.flags(enabled=False):
-        check(Masked(), [(tokens(3, 3), torch.rand(3, 3) > 0.3)], dynamic=True)
+        check(Masked(), [(draw_tokens(3, 3), torch.rand(3, 3) > 0.3)], dynamic=True)
     assert "S = 3 is also the length of another axis: make the first call with other sizes" in caplog.text
 
 
@@ -281,11 +281,11 @@ def test_log_suggests_sizes_that_differ(caplog):
 def test_integers_that_follow_from_an_input(dynamic):
     """Vary integers as the input that they are computed from, with dynamic sizes too."""
     torch.manual_seed(0)
-    calls = [(tokens(*s), torch.randint(-least, 50, s)) for s, least in [((3, 9), 1), ((4, 11), 40), ((4, 11), 0)]]
-    calls += [(tokens(4, 11), torch.full((4, 11), -1))]
+    calls = [(draw_tokens(*s), torch.randint(-least, 50, s)) for s, least in [((3, 9), 1), ((4, 11), 40), ((4, 11), 0)]]
+    calls += [(draw_tokens(4, 11), torch.full((4, 11), -1))]
     assert moefx.blocks(check(Forced(lambda ids: ids.view(-1).long()), calls, dynamic=dynamic))
 
 
 def test_integers_without_known_bounds_are_refused(caplog):
-    call = check(Forced(lambda ids: ids.view(-1).cumsum(0)), [(tokens(3, 9), torch.randint(-1, 50, (3, 9)))])
+    call = check(Forced(lambda ids: ids.view(-1).cumsum(0)), [(draw_tokens(3, 9), torch.randint(-1, 50, (3, 9)))])
     assert not moefx.blocks(call) and "it receives integers that the graph computes" in caplog.text

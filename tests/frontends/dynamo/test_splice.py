@@ -21,21 +21,21 @@ RAMP = torch.linspace(0, 3, E, dtype=torch.float64)
 
 
 @torch.library.custom_op("moefx_tests::shift", mutates_args=("into",))
-def shift(into: torch.Tensor) -> None:
+def shift_in_place(into: torch.Tensor) -> None:
     into.add_(RAMP)
 
 
 @torch.library.custom_op("moefx_tests::noisy", mutates_args=())
-def noisy(x: torch.Tensor) -> torch.Tensor:
+def add_noise(x: torch.Tensor) -> torch.Tensor:
     return x + torch.rand_like(x)
 
 
-@noisy.register_fake
+@add_noise.register_fake
 def _(x):
     return torch.empty_like(x)
 
 
-noisy.register_autograd(lambda ctx, grad: grad)
+add_noise.register_autograd(lambda ctx, grad: grad)
 
 
 class Mixture(nn.Module):
@@ -65,97 +65,103 @@ class Mixture(nn.Module):
         return self.fn(self, x)
 
 
-def logits(m, x):
+def compute_logits(m, x):
     return F.linear(x, m.router)
 
 
-def noise_behind_dropout(m, x):
+def add_noise_after_dropout(m, x):
     r = F.dropout(x, 0.5, True)
-    return m.mixed(x, logits(m, x) + torch.rand(E)) + r
+    return m.mixed(x, compute_logits(m, x) + torch.rand(E)) + r
 
 
-def noise_before_dropout(m, x):
+def add_noise_before_dropout(m, x):
     noise = torch.rand(E)
     x = F.dropout(x, 0.5, True)
-    return m.mixed(x, logits(m, x) + noise)
+    return m.mixed(x, compute_logits(m, x) + noise)
 
 
-def noise_behind_attention(m, x):
-    scores = logits(m, x)
+def add_noise_after_attention(m, x):
+    scores = compute_logits(m, x)
     a = F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5)[0]
     return m.mixed(x, scores + torch.rand(E)) + a
 
 
-def noise_behind_an_op(m, x):
-    scores, y = logits(m, x), torch.ops.moefx_tests.noisy(x)
+def add_noise_after_an_op(m, x):
+    scores, y = compute_logits(m, x), torch.ops.moefx_tests.noisy(x)
     return m.mixed(x, scores + torch.rand(E)) + y
 
 
-def noise_twice(m, x):
-    y = m.mixed(x, logits(m, x) + torch.rand(E))
-    return y + 3 * m.mixed(x, 2 * logits(m, x) + torch.randn(E))
+def add_noise_twice(m, x):
+    y = m.mixed(x, compute_logits(m, x) + torch.rand(E))
+    return y + 3 * m.mixed(x, 2 * compute_logits(m, x) + torch.randn(E))
 
 
-DRAWS = [noise_behind_dropout, noise_before_dropout, noise_behind_attention, noise_behind_an_op, noise_twice]
+DRAWS = [
+    add_noise_after_dropout,
+    add_noise_before_dropout,
+    add_noise_after_attention,
+    add_noise_after_an_op,
+    add_noise_twice,
+]
 
 
-def statistics_before(m, x):
+def update_statistics_before(m, x):
     F.batch_norm(x, m.mean, m.var, training=True, momentum=0.5)
-    return m.mixed(x, logits(m, x - m.mean))
+    return m.mixed(x, compute_logits(m, x - m.mean))
 
 
-def statistics_between(m, x):
-    scores = logits(m, x - m.mean)
+def update_statistics_between(m, x):
+    scores = compute_logits(m, x - m.mean)
     y = F.batch_norm(x, m.mean, m.var, training=True, momentum=0.5)
     return m.mixed(x, scores) + y
 
 
-def instances_before(m, x):
+def normalize_instances_before(m, x):
     F.instance_norm(x.T[None], m.mean, m.var, use_input_stats=True, momentum=0.5)
-    return m.mixed(x, logits(m, x - m.mean))
+    return m.mixed(x, compute_logits(m, x - m.mean))
 
 
-def foreach_before(m, x):
+def write_foreach_before(m, x):
     torch._foreach_add_([m.bias], [RAMP])
-    return m.mixed(x, logits(m, x) + m.bias)
+    return m.mixed(x, compute_logits(m, x) + m.bias)
 
 
-def op_before(m, x):
+def call_op_before(m, x):
     torch.ops.moefx_tests.shift(m.bias)
-    return m.mixed(x, logits(m, x) + m.bias)
+    return m.mixed(x, compute_logits(m, x) + m.bias)
 
 
-def op_between(m, x):
-    scores = logits(m, x) + m.bias
+def call_op_between(m, x):
+    scores = compute_logits(m, x) + m.bias
     torch.ops.moefx_tests.shift(m.bias)
     return m.mixed(x, scores)
 
 
-def out_before(m, x):
+def write_out_before(m, x):
     x = x.sin()
     torch.max(x.detach().flatten()[None] * RAMP[:, None], 1, out=(m.bias, m.chosen))
-    return m.mixed(x, logits(m, x) + m.bias)
+    return m.mixed(x, compute_logits(m, x) + m.bias)
 
 
-def other_name_before(m, x):
+def write_other_name_before(m, x):
     m.same.add_(RAMP)
-    return m.mixed(x, logits(m, x) + m.bias)
+    return m.mixed(x, compute_logits(m, x) + m.bias)
 
 
-def renormed_before(m, x):
+def renorm_before(m, x):
     F.embedding(torch.tensor([0, 1]), m.table, max_norm=0.5)
     return m.mixed(x, F.linear(x, m.table))
 
 
-def in_a_checkpoint_before(m, x):
+def write_in_a_checkpoint_before(m, x):
     def body(x):
         return x.sin() + m.bias.add_(RAMP).sum() * 0
 
     z = checkpoint(body, x.detach(), use_reentrant=False)
-    return m.mixed(x, logits(m, x) + m.bias) + z
+    return m.mixed(x, compute_logits(m, x) + m.bias) + z
 
 
-def rows_after(m, x):
+def write_rows_after(m, x):
     x = x.sin()
     w, ids = F.linear(x, m.router.detach()).softmax(-1).topk(2)
     h = torch.einsum("td,tkdh->tkh", x, m.up.detach()[ids]).relu()
@@ -165,83 +171,91 @@ def rows_after(m, x):
 
 
 WRITES = [
-    statistics_before, statistics_between, instances_before, foreach_before, op_before, op_between, out_before,
-    other_name_before, renormed_before, in_a_checkpoint_before, rows_after,
+    update_statistics_before, update_statistics_between, normalize_instances_before, write_foreach_before,
+    call_op_before, call_op_between, write_out_before, write_other_name_before,
+    renorm_before, write_in_a_checkpoint_before, write_rows_after,
 ]  # fmt: skip
 
 
-def rows_before(m, x):
+def write_rows_before(m, x):
     x = x.sin()
     x.mul_(2)
     x[..., 0] = 1
     x.view(-1)[:4].sub_(1)
-    return m.mixed(x, logits(m, x))
+    return m.mixed(x, compute_logits(m, x))
 
 
-def bias_before(m, x):
+def write_bias_before(m, x):
     with torch.no_grad():
         m.bias.add_(1)
         m.bias.mul_(torch.arange(E))
-    return m.mixed(x, logits(m, x) + m.bias)
+    return m.mixed(x, compute_logits(m, x) + m.bias)
 
 
-def bias_that_is_handed_on(m, x):
+def pass_bias_on(m, x):
     with torch.no_grad():
         bias = m.bias.add_(torch.arange(E))
-    return m.mixed(x, logits(m, x) + bias)
+    return m.mixed(x, compute_logits(m, x) + bias)
 
 
-def weight_before(m, x):
+def write_weight_before(m, x):
     with torch.no_grad():
         m.up.mul_(0.9)
-    return m.mixed(x, logits(m, x))
+    return m.mixed(x, compute_logits(m, x))
 
 
-def largest_before(m, x):
+def write_largest_before(m, x):
     with torch.no_grad():
         m.mean.copy_(torch.maximum(m.mean, x.abs().amax(0)))
-    return m.mixed(x, logits(m, x / (1 + m.mean)))
+    return m.mixed(x, compute_logits(m, x / (1 + m.mean)))
 
 
-def bias_before_and_behind(m, x):
+def write_bias_around(m, x):
     with torch.no_grad():
         m.bias.add_(torch.arange(E))
-    scores = logits(m, x) + m.bias.clone()
+    scores = compute_logits(m, x) + m.bias.clone()
     with torch.no_grad():
         m.bias.mul_(0.5)
     return m.mixed(x, scores)
 
 
-BEFORE = [rows_before, bias_before, bias_that_is_handed_on, weight_before, largest_before, bias_before_and_behind]
+BEFORE = [
+    write_rows_before,
+    write_bias_before,
+    pass_bias_on,
+    write_weight_before,
+    write_largest_before,
+    write_bias_around,
+]
 
 
-def router_in_inference_mode(m, x):
+def route_in_inference_mode(m, x):
     with torch.inference_mode():
-        scores = logits(m, x)
+        scores = compute_logits(m, x)
     return m.mixed(x, scores.clone())
 
 
-def all_in_inference_mode(m, x):
+def run_in_inference_mode(m, x):
     with torch.inference_mode():
-        y = m.mixed(x, logits(m, x))
+        y = m.mixed(x, compute_logits(m, x))
     return y.clone() + x
 
 
-def gradient_of_a_computed_weight(m, x):
+def differentiate_computed_weight(m, x):
     up = m.up * 2
-    y = m.mixed(x, logits(m, x), up)
+    y = m.mixed(x, compute_logits(m, x), up)
     (g,) = torch.autograd.grad(y.sum() + up.sum(), up, retain_graph=True)
     return y + g.sum()
 
 
-def gradient_of_scores(m, x):
-    scores = logits(m, x)
+def differentiate_scores(m, x):
+    scores = compute_logits(m, x)
     y = m.mixed(x, scores)
     (g,) = torch.autograd.grad(y.sum(), scores, retain_graph=True)
     return y + g.sum()
 
 
-MODES = [router_in_inference_mode, all_in_inference_mode, gradient_of_a_computed_weight, gradient_of_scores]
+MODES = [route_in_inference_mode, run_in_inference_mode, differentiate_computed_weight, differentiate_scores]
 
 
 def run(call, model, x):
@@ -264,11 +278,11 @@ def test_results_equal_the_originals(fn):
         original.zero_grad(), compiled_model.zero_grad()
         torch.testing.assert_close(run(call, compiled_model, x), run(original, original, x))
     assert not any(block.fallbacks for block in moefx.blocks(call))
-    if fn in (*DRAWS[:3], *BEFORE, noise_twice, op_between, statistics_between, gradient_of_scores):
-        assert len(moefx.blocks(call)) == (2 if fn is noise_twice else 1)
+    if fn in (*DRAWS[:3], *BEFORE, add_noise_twice, call_op_between, update_statistics_between, differentiate_scores):
+        assert len(moefx.blocks(call)) == (2 if fn is add_noise_twice else 1)
 
 
-def sequence_first(m, x, then):
+def run_sequence_first(m, x, then):
     """Take and return [B, S, D] like Megatron, and compute on [S, B, D]."""
     z = x.transpose(0, 1)
     w, ids = F.linear(z, m.router).softmax(-1).topk(2)
@@ -293,7 +307,7 @@ STRIDES = {
 def test_strides_equal_the_originals(how, way):
     if (way, how) == ("module", "asked"):
         pytest.skip("numbers made of strides are refused")
-    model = Mixture(lambda m, x: sequence_first(m, x, STRIDES[how]))
+    model = Mixture(lambda m, x: run_sequence_first(m, x, STRIDES[how]))
     compiled_model, x = copy.deepcopy(model), torch.randn(3, 7, D, dtype=torch.float64)
     if way == "module":
         call = moefx.compile(compiled_model, example_inputs=(x,))
@@ -309,8 +323,8 @@ def test_strides_equal_the_originals(how, way):
     assert len({block.name for block in moefx.blocks(call)}) == 1
 
 
-def looped(m, x):
-    w, ids = logits(m, x).softmax(-1).topk(2)
+def run_loop(m, x):
+    w, ids = compute_logits(m, x).softmax(-1).topk(2)
     out = torch.zeros_like(x)
     for e in range(E):
         t, k = torch.where(ids == e)
@@ -319,11 +333,11 @@ def looped(m, x):
 
 
 SIZES = {
-    "loop": looped,
-    "rows": lambda m, x: m.mixed(x[x[:, 0] > 0], logits(m, x[x[:, 0] > 0])),
-    "behind": lambda m, x: m.mixed(x, logits(m, x))[x[:, 0] > 0],
-    "beside": lambda m, x: m.mixed(x, logits(m, x)).sum() + x[x[:, 0] > 0].sum(),
-    "marked": lambda m, x: m.mixed(x, logits(m, x)),
+    "loop": run_loop,
+    "rows": lambda m, x: m.mixed(x[x[:, 0] > 0], compute_logits(m, x[x[:, 0] > 0])),
+    "behind": lambda m, x: m.mixed(x, compute_logits(m, x))[x[:, 0] > 0],
+    "beside": lambda m, x: m.mixed(x, compute_logits(m, x)).sum() + x[x[:, 0] > 0].sum(),
+    "marked": lambda m, x: m.mixed(x, compute_logits(m, x)),
 }
 
 
@@ -352,7 +366,7 @@ def test_writes_in_exported_graphs():
         x = x.sin()
         with torch.no_grad():
             m.same.add_(RAMP)
-        return m.mixed(x, logits(m, x) + m.bias)
+        return m.mixed(x, compute_logits(m, x) + m.bias)
 
     model, x = Mixture(forward), torch.randn(9, D, dtype=torch.float64)
     gm = torch.export.export(model, (x,)).module()
@@ -360,7 +374,7 @@ def test_writes_in_exported_graphs():
     torch.testing.assert_close(moefx.rewrite_graph(gm, (x,))(x), want)
 
 
-def activation(fn):
+def make_activation(fn):
     @torch._dynamo.allow_in_graph
     def act(x):
         return fn(x)
@@ -371,10 +385,10 @@ def activation(fn):
 class Acting(Mixture):
     def __init__(self, fn):
         super().__init__()
-        self.act = activation(fn)
+        self.act = make_activation(fn)
 
     def forward(self, x):
-        w, ids = logits(self, x).softmax(-1).topk(2)
+        w, ids = compute_logits(self, x).softmax(-1).topk(2)
         h = self.act(torch.einsum("td,tkdh->tkh", x, self.up[ids]))
         return torch.einsum("tkh,tkhd,tk->td", h, self.down[ids], w)
 
@@ -405,16 +419,16 @@ class Called(Mixture):
         return torch.einsum("tkh,tkhd,tk->td", h, self.down[ids], w)
 
 
-def patched_act(m):
+def patch_act(m):
     m.act.forward = torch.tanh
 
 
-def patched_linear(m):
+def patch_linear(m):
     inner = m.linear.forward
     m.linear.forward = lambda x: inner(x) * 3
 
 
-@pytest.mark.parametrize("patch", [patched_act, patched_linear, None])
+@pytest.mark.parametrize("patch", [patch_act, patch_linear, None])
 def test_modules_with_a_patched_forward(patch):
     m, x = Called(), torch.randn(9, D, dtype=torch.float64)
     hook = None
@@ -456,7 +470,7 @@ def test_a_module_of_the_users_called_moefx():
 
 
 @torch._dynamo.allow_in_graph
-def doubled(t):
+def double(t):
     t.mul_(2)
     return t.sum()
 
@@ -466,8 +480,8 @@ def test_unknown_effects_on_a_weight():
 
     def forward(m, x):
         up = m.up * 2
-        doubled(m.up)
-        return m.mixed(x, logits(m, x), up)
+        double(m.up)
+        return m.mixed(x, compute_logits(m, x), up)
 
     x = torch.randn(9, D, dtype=torch.float64)
     with torch.no_grad():

@@ -300,7 +300,7 @@ class Masked(Mixture):
         return self.experts(x, torch.zeros_like(p).scatter(-1, ids, w))
 
 
-def saved(m, x):
+def save_and_run(m, x):
     file = io.BytesIO()
     torch.export.save(torch.export.export(m, (x,)), file)
     file.seek(0)
@@ -308,7 +308,7 @@ def saved(m, x):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("tracer", [saved, lambda m, x: make_fx(m)(x)], ids=["saved", "make_fx"])
+@pytest.mark.parametrize("tracer", [save_and_run, lambda m, x: make_fx(m)(x)], ids=["saved", "make_fx"])
 @pytest.mark.parametrize("way", ["an expert", "rows", "a weight", "features"])
 def test_writes_through_views_reach_the_result(way, tracer):
     m = Masked(way).double().requires_grad_(False)

@@ -11,23 +11,23 @@ import torch
 import moefx
 from moefx.errors import InvalidInput
 from moefx.frontends.dynamo.backend import backend
-from tests.verification.compiled import broken
+from tests.verification.compiled import break_op
 
-from .models import D, model
+from .models import D, build_model
 
 OPTIONS = {"backend": "aot_eager", "validation": "symbolic"}
 X = torch.randn(2, 9, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def compiled(module):
+def compile_module(module):
     return torch.compile(module, backend=backend, options=OPTIONS)
 
 
 def test_verify_of_the_model_itself():
     """Compare the whole model and each region with the original, whose weights the compiled model shares."""
-    original = model("dense_masked")
+    original = build_model("dense_masked")
     before = copy.deepcopy(original.state_dict())
-    call = compiled(original)
+    call = compile_module(original)
     report = moefx.verify(call, original, (X,), routings=False)
     assert report.ok, str(report)
     assert {row.block for row in report.rows} == {"", "layers.0.moe", "layers.1.moe"}
@@ -44,9 +44,11 @@ def test_verify_of_the_model_itself():
 
 def test_names_of_a_sequential():
     """Use the names of `blocks` for regions. torch's own modules around them call the graphs as before."""
-    original = torch.nn.Sequential(model("dense_masked").layers[0]["moe"], model("dense_masked").layers[0]["moe"])
+    original = torch.nn.Sequential(
+        build_model("dense_masked").layers[0]["moe"], build_model("dense_masked").layers[0]["moe"]
+    )
     original[0].forward = functools.partial(_first, original[0].forward)
-    call = compiled(original)
+    call = compile_module(original)
     call(X)
     report = moefx.verify(call, original, (X,), grads=False, routings=False)
     assert report.ok and {row.block for row in report.rows} == {"", *(b.name for b in moefx.blocks(call))}
@@ -57,24 +59,24 @@ def _first(forward, x):
 
 
 def test_verify_finds_other_weights():
-    original = model("stack_gather", num_layers=1)
+    original = build_model("stack_gather", num_layers=1)
     other = copy.deepcopy(original)
-    assert moefx.verify(compiled(original), other, (X,), routings=False).ok
+    assert moefx.verify(compile_module(original), other, (X,), routings=False).ok
     with torch.no_grad():
         other.layers[0]["moe"].w_up.mul_(1.01)
-    assert not moefx.verify(compiled(original), other, (X,), routings=False, grads=False).ok
+    assert not moefx.verify(compile_module(original), other, (X,), routings=False, grads=False).ok
 
 
 def test_the_pass_that_broke_a_region_is_named():
-    original = model("stack_gather", num_layers=1)
-    with broken("expert_mlp_backward", lambda grads, *_, **__: [*grads[:-1], grads[-1] * 1.01]):
-        report = moefx.verify(compiled(original), original, (X,), routings=False)
+    original = build_model("stack_gather", num_layers=1)
+    with break_op("expert_mlp_backward", lambda grads, *_, **__: [*grads[:-1], grads[-1] * 1.01]):
+        report = moefx.verify(compile_module(original), original, (X,), routings=False)
     assert report.first_block == "layers.0.moe" and report.first_pass.startswith("fuse (")
 
 
 @pytest.mark.parametrize("of_a_layer", [False, True])
 def test_a_model_compiled_in_place_is_compared_with_itself(of_a_layer):
-    original = model("dense_masked", num_layers=1)
+    original = build_model("dense_masked", num_layers=1)
     (original.layers[0]["moe"] if of_a_layer else original).compile(backend=backend, options=OPTIONS)
     report = moefx.verify(original, original, (X.float(),), dtype=torch.float32, routings=False)
     assert report.ok and any(row.kind == "path" for row in report.rows)
@@ -82,18 +84,18 @@ def test_a_model_compiled_in_place_is_compared_with_itself(of_a_layer):
 
 def test_verify_of_a_model_without_regions():
     layer = torch.nn.Linear(D, D).double()
-    report = moefx.verify(compiled(layer), layer, (X,))
+    report = moefx.verify(compile_module(layer), layer, (X,))
     assert not report.ok and "nothing of moefx ran" in str(report)
 
 
 @pytest.mark.parametrize(
     ("pair", "message"),
     [
-        (lambda m: (m, compiled(m)), "the arguments are swapped"),
+        (lambda m: (m, compile_module(m)), "the arguments are swapped"),
         (lambda m: (torch.compile(m, backend="eager"), m), "backend of torch.compile is not 'moefx'"),
         (lambda m: (torch.compile(lambda x: m(x), backend=backend), m), "got a function, which has no parameters"),
     ],
 )
 def test_invalid_pairs_raise(pair, message):
     with pytest.raises(InvalidInput, match=message):
-        moefx.verify(*pair(model("stack_gather", num_layers=1)), (X,))
+        moefx.verify(*pair(build_model("stack_gather", num_layers=1)), (X,))

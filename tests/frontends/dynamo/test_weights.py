@@ -32,14 +32,14 @@ class Mixture(nn.Module):
         return out
 
 
-def made_without_grad(up, e):
+def make_without_grad(up, e):
     with torch.no_grad():
         return up[e] * 1
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    "up", [lambda up, e: up.detach()[e], lambda up, e: up[e].detach() if e == 1 else up[e], made_without_grad]
+    "up", [lambda up, e: up.detach()[e], lambda up, e: up[e].detach() if e == 1 else up[e], make_without_grad]
 )
 def test_without_gradient(up):
     """Leave gradients as None if there is none; `run_and_differentiate` distinguishes None from zeros."""
