@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 
-def covering(*axes: Mapping[str, Any], of: int) -> list:
+def sample_product(*axes: Mapping[str, Any], order: int) -> list:
     """Build parameters over the product of `axes`, each a map from ids to values (tuples for several parameters).
 
-    The sample contains each combination of `of` values of different axes. The other parameters are marked as
+    The sample contains each combination of `order` values of different axes. The other parameters are marked as
     exhaustive.
     """
     points = list(itertools.product(*axes))
-    met = {point: set(itertools.combinations(enumerate(point), of)) for point in points}
+    met = {point: set(itertools.combinations(enumerate(point), order)) for point in points}
     left, sample, uses = set().union(*met.values()), set(), Counter()
     while left:  # pick the point with the most new combinations, then with the least used values
         best = max(points, key=lambda point: (len(met[point] & left), -sum(uses[value] for value in enumerate(point))))

@@ -10,7 +10,7 @@ USUAL = 0.06  # seconds of the loop on a usual core
 
 
 @contextlib.contextmanager
-def within(seconds: float) -> Iterator[None]:
+def limit_time(seconds: float) -> Iterator[None]:
     """Fail if the block takes longer than `seconds` on a usual core; a slower core gets proportionally more time."""
     before, begin = _time_loop(), time.process_time()
     yield

@@ -65,7 +65,7 @@ def rewrite_once(
     return result
 
 
-def forget() -> None:
+def forget_proofs() -> None:
     """Release all proofs and their blocks."""
     _PROOFS.clear()
 
@@ -81,12 +81,12 @@ def check_once(block: nn.Module, result: BlockRewrite, name: str, seconds: float
     return check
 
 
-def proving_once() -> mock._patch:
+def share_proofs() -> mock._patch:
     """Return a context in which `compile` and `explain` prove equal blocks once in the process."""
     return mock.patch.multiple(moefx.compiler.survey, _rewrite_as_called=rewrite_once)
 
 
-def checking_once() -> mock._patch:
+def share_checks() -> mock._patch:
     """Return a context in which reused proofs are not checked numerically again, even with other weights."""
     return mock.patch.multiple(moefx.compiler.model_proof, check_numerically=check_once)
 

@@ -96,7 +96,7 @@ class TestErrors:
         ],
         ids=["text", "disable"],
     )
-    def test_what_is_no_plan_is_refused(self, plan, text):
+    def test_other_objects_than_plans_are_refused(self, plan, text):
         for call in (moefx.compile, moefx.explain):
             with pytest.raises(InvalidPlan, match=text):
                 call(Mlp(), example_inputs=EXAMPLE, plan=plan)
@@ -168,7 +168,7 @@ class TestInspection:
 
 
 class TestStays:
-    def test_class_parameters_and_state_dict_stay(self, reference, compiled):
+    def test_class_parameters_and_state_dict_are_unchanged(self, reference, compiled):
         assert type(compiled) is Model and list(compiled.state_dict()) == list(reference.state_dict())
         assert all(a is b for a, b in zip(compiled.parameters(), reference.parameters(), strict=True))
         assert compiled is not reference and "forward" not in vars(reference.moe)
@@ -203,7 +203,7 @@ class TestStays:
 class TestFound:
     """Errors that reviews found."""
 
-    def test_a_module_under_two_names_is_left_as_it_was(self):
+    def test_a_module_under_two_names_is_unchanged(self):
         model = Model()
         model.moe.experts[1] = model.moe.experts[0]
         model.moe.experts[2].up.weight = model.moe.experts[0].up.weight

@@ -114,7 +114,7 @@ def test_invalid_targets_are_named(user_module, capsys):
     assert "no model 'user_code' in the catalogue" in capsys.readouterr().err
 
 
-def test_a_model_of_one_s_own_is_planned(user_module, capsys):
+def test_a_users_model_is_planned(user_module, capsys):
     asked = ["--platform", "h200", "--gpus", "2", "--batch", "4", "--no-page"]
     assert cli.main(["plan", "user_code:experts", *asked]) == 0
     assert "Loop on 2 x NVIDIA H200" in capsys.readouterr().out

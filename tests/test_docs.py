@@ -26,7 +26,7 @@ from moefx import cli, errors
 
 from .distributed.launch import torchrun
 from .distributed.run_scripts import SEPARATOR
-from .proof_memory import proving_once
+from .proof_memory import share_proofs
 
 ROOT = Path(__file__).parents[1]
 MARKDOWN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -146,7 +146,7 @@ def test_code_blocks_print_the_output_on_the_page(page, needed, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     try:
-        with proving_once():
+        with share_proofs():
             outputs = run_page(page, tmp_path)
     finally:
         for name in [name for name, module in sys.modules.items() if _is_below(module, tmp_path)]:

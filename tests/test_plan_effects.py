@@ -128,7 +128,7 @@ def test_layout_is_a_field():
         (dict(pp=1, tp=1), make_mesh(pp=2, ep=4), r"pp=1 \(2 in the mesh\)"),
     ],
 )
-def test_a_mesh_that_is_not_of_the_layout(changes, mesh, text):
+def test_a_mesh_unlike_the_layout_raises(changes, mesh, text):
     layout = LAYOUT | changes
     plan = Plan(layout=layout, expert_axis="ep" if layout["ep"] > 1 else None)
     with pytest.raises(InvalidPlan, match=text):
@@ -202,7 +202,7 @@ def test_compile_refuses_entries_of_the_planner():
 
 # ---------------------------------------------------------------------- axes
 @pytest.mark.parametrize("axis", ["pp", "replicate", "dp_replicate"])
-def test_an_axis_that_is_not_for_experts(axis):
+def test_an_axis_without_experts_raises(axis):
     with pytest.raises(InvalidPlan, match=f"no axis for experts: its only one is '{axis}'"):
         resolve_expert_axes(make_mesh(**{axis: 4}), None)
     assert resolve_expert_axes(make_mesh(**{axis: 4}), axis) == (axis,)
@@ -216,7 +216,7 @@ def decide_plan(**sizes: int) -> Plan:
 
 
 @pytest.mark.parametrize("name", ["replicate", "dp_replicate", "replicas"])
-def test_auto_leaves_replicas_alone(name):
+def test_auto_keeps_replicas(name):
     for sizes in ({name: 2, "shard": 4}, {"shard": 4, name: 2}):
         assert len(list_axis_uses(make_mesh(**sizes), Plan(expert_axis="auto"))) == 3
         assert decide_plan(**sizes).expert_axis == "shard"
@@ -225,7 +225,7 @@ def test_auto_leaves_replicas_alone(name):
         decide_plan(**{name: 8})
 
 
-def test_a_decided_plan_can_be_given():
+def test_a_decided_plan_is_accepted():
     plan = decide_plan(dp=2, ep=4)
     check_effects(plan, make_mesh(dp=2, ep=4))
     changed = {f.name for f in dataclasses.fields(Plan) if getattr(plan, f.name) != f.default}

@@ -230,7 +230,7 @@ class Capacity(Loop):
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("default", DEFAULTS.values(), ids=DEFAULTS)
-def test_the_users_defaults_stay(default):
+def test_the_users_defaults_are_unchanged(default):
     model, inputs = Capacity(), (torch.randn(3, 7, D), torch.ones(3, 7, dtype=torch.bool))
     with default():
         before = torch.get_default_device(), torch.get_default_dtype()

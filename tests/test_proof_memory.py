@@ -29,10 +29,10 @@ def _proofs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     found: list[str] = []
     stock = proof_memory._rewrite_as_called
     monkeypatch.setattr(proof_memory, "_rewrite_as_called", lambda *args: (found.append(args[1].name), stock(*args))[1])
-    proof_memory.forget()
-    with proof_memory.proving_once(), proof_memory.checking_once():
+    proof_memory.forget_proofs()
+    with proof_memory.share_proofs(), proof_memory.share_checks():
         yield found
-    proof_memory.forget()
+    proof_memory.forget_proofs()
 
 
 def compile_model(model: nn.Module, dtype: torch.dtype = torch.float32, **plan) -> nn.Module:

@@ -91,7 +91,7 @@ def test_configurations_of_a_peer_are_shared_out(inputs, monkeypatch):
     assert all(configs[-1] == 100 for configs in ran)
 
 
-def test_an_error_is_seen(inputs):
+def test_an_error_is_reported(inputs):
     out, *gradients = PEERS["moefx"](inputs).step()
     for i in range(5):
         results = [out, *gradients]

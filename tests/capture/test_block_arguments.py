@@ -47,7 +47,7 @@ class TestLeaves:
         arguments = Arguments((torch.arange(10).view(2, 5),), {})
         assert arguments.dims == ("B", "S") and arguments.width == 0
 
-    def test_values_that_are_no_tensors_stay(self):
+    def test_values_other_than_tensors_are_unchanged(self):
         marker = object()
         args, kwargs = Arguments((torch.zeros(4, 6), 3, None), {"flag": True, "m": marker}).build_call({"S": 9})
         assert args[0].shape == (9, 6) and args[1:] == (3, None) and kwargs == {"flag": True, "m": marker}
@@ -97,12 +97,12 @@ class TestAt:
         assert ids.shape == (5,) and set(ids.tolist()) <= {0, 1} and none.shape == (0,)
 
     @pytest.mark.parametrize("example", [torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.long)])
-    def test_a_mask_that_masks_nothing_will(self, example):
+    def test_a_mask_of_ones_varies(self, example):
         arguments = Arguments((torch.zeros(4, 6), example), {})
         for seed in range(3):
             assert set(arguments.build_call({"S": 40}, seed=seed)[0][1].tolist()) == {0, 1}
 
-    def test_boundary_values_stay_among_the_examples_own(self):
+    def test_boundary_values_are_values_of_the_example(self):
         arguments = Arguments((torch.zeros(2, 8, 6), torch.arange(1, 17).view(2, 8), torch.tensor(5)), {})
         turned = arguments.with_extra_values([(1, 0), (1, -100), (2, 9)])
         for seed in range(3):

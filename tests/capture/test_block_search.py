@@ -199,7 +199,7 @@ class TestStructural:
         assert search_blocks(nn.Sequential(Held()), (X,), {}).structural == {"0"}
 
 
-def test_the_model_is_left_alone():
+def test_the_model_is_unchanged():
     model, call = Stack(2), nn.Module.__call__
     before = {k: v.clone() for k, v in model.state_dict().items()}
     search_blocks(model, (X,), {})

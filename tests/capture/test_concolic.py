@@ -295,7 +295,7 @@ class TestUntouched:
         assert torch.equal(torch.get_rng_state(), rng)
         assert calls == [FakeTensor] and len(block.lin._forward_hooks) == 1
 
-    def test_state_stays_after_an_error(self):
+    def test_state_is_restored_after_an_error(self):
         def forward(self, x):
             self.left_behind = x
             self.count.add_(1)
@@ -325,7 +325,7 @@ class TestUntouched:
         run(Fn(lambda self, i: i.add_(1)), ids)
         assert ids.tolist() == [3, 1]
 
-    def test_requires_grad_and_training_stay(self):
+    def test_requires_grad_and_training_are_unchanged(self):
         block = Busy().eval()
         block.lin.weight.requires_grad_(False)
         run(block, make_meta(3, 4))

@@ -35,7 +35,7 @@ def test_state_that_cannot_be_compared_is_refused(kind):
         moefx.compile(Keeps(*_OPAQUE[kind]), example_inputs=(torch.randn(9, D),))
 
 
-def test_the_iterator_of_a_refused_block_is_left_as_it_was():
+def test_the_iterator_of_a_refused_block_is_unchanged():
     model = Keeps(*_OPAQUE["count"])
     moefx.compile(model, example_inputs=(torch.randn(9, D),), strict=False)
     assert next(model.kept) == 0

@@ -164,7 +164,7 @@ CONTAINERS: dict[str, tuple[Callable[[], Any], Callable[[Any], None], Callable[[
 
 @pytest.mark.parametrize("make, write, stored", CONTAINERS.values(), ids=CONTAINERS)
 @pytest.mark.parametrize("nested", [False, True], ids=["", "nested"])
-def test_a_container_is_put_back_as_it_is_stored(make, write, stored, nested):
+def test_containers_are_restored_exactly(make, write, stored, nested):
     container = make()
     before = stored(container)
     surroundings = OutsideState(nn.Identity(), ([container] if nested else container,))

@@ -363,7 +363,7 @@ def test_a_block_that_registers_modules_or_tensors_is_refused_without_trace(chan
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_many_tokens_register_is_not_registered_by_compile(change):
+def test_compile_undoes_registrations_for_many_tokens(change):
     torch.manual_seed(0)
     model, x = Registers(change, tokens=40), torch.randn(9, D)
     names = [name for name, _ in list_registered(model)]

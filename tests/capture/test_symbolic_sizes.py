@@ -154,7 +154,7 @@ class TestSized:
         assert [getattr(n, "expr", None) for n in shape] == ["B", "S", None, "B*S"]
         assert wrap_sizes(64, log) == 64 and type(wrap_sizes(64, log)) is int
 
-    def test_nothing_symbolic_stays_itself(self):
+    def test_values_without_symbols_are_unchanged(self):
         shape = torch.Size([5, 6])
         assert wrap_sizes(shape, SizeLog({"S": 7})) is shape
         assert wrap_sizes(True, SizeLog({"S": 1})) is True

@@ -111,7 +111,7 @@ def test_a_model_that_runs_is_not_blamed(prepare, why):
     torch.testing.assert_close(model(x), wanted)
 
 
-def test_a_mistake_of_its_own_is_no_fault_of_the_inputs(monkeypatch):
+def test_a_bug_of_moefx_does_not_blame_the_inputs(monkeypatch):
     def broken(*_):
         raise AttributeError("no such thing")
 
@@ -147,7 +147,7 @@ class Uncopyable:
         raise TypeError("not me")
 
 
-def test_a_model_that_cannot_be_copied_is_returned_as_it_is():
+def test_a_model_that_cannot_be_copied_is_returned_unchanged():
     model = nn.Sequential(Loop())
     model.handle = Uncopyable()
     assert moefx.compile(model, example_inputs=(torch.randn(9, D),), strict=False) is model

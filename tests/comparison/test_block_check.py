@@ -14,7 +14,7 @@ from moefx.comparison.work_count import WorkCount
 from moefx.errors import InvalidInput
 from tests.verification.models import FAULTS, Plain, Rewritten
 
-from ..pace import within
+from ..pace import limit_time
 from .test_compare import tokens
 
 
@@ -140,7 +140,7 @@ def test_a_time_limit_leaves_out_later_cases():
     result = check(make_block(), seconds=0)
     assert {row.case for row in result.rows} == {"the given inputs, float64"}
     assert len(result.notes) == 3 and "limit of 0 s is reached" in result.notes[0]
-    with within(10):
+    with limit_time(10):
         check(make_block())
 
 

@@ -156,7 +156,7 @@ def test_losing_any_row_of_any_shape_is_seen(rows, cols, row, scale):
     assert not judge_value(lost, original, truth, torch.float32).ok
 
 
-def test_tensors_that_are_judged_together_get_the_verdicts_that_each_gets_alone():
+def test_verdicts_of_several_tensors_equal_single_verdicts():
     g = torch.Generator().manual_seed(0)
     truths = [torch.randn(4, 6, generator=g, dtype=torch.float64) for _ in range(7)] + [torch.zeros(4, 6).double()]
     truths += [torch.randn(6, generator=g, dtype=torch.float64) for _ in range(3)] + [torch.ones(()).double()] * 2

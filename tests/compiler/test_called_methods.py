@@ -58,7 +58,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize(("make", "block"), [(Layer, ""), (Model, "")])
-def test_what_calls_the_method_is_rewritten(make, block):
+def test_the_caller_of_the_method_is_rewritten(make, block):
     torch.manual_seed(0)
     model, x = make().double(), torch.randn(20, D, dtype=torch.float64)
     compiled = moefx.compile(model, example_inputs=(x,))

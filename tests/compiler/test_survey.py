@@ -97,7 +97,7 @@ def test_a_parent_reads_attributes_that_layers_set():
     assert list_names(Reads(Leaves(), Leaves())) == [["layers.0", "layers.1"]]
 
 
-def test_watching_leaves_the_class_alone():
+def test_watching_does_not_change_the_class():
     before = set(vars(Layer))
     list_names(Model(Layer(1.0), Layer(2.0)))
     assert set(vars(Layer)) == before

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from ..proof_memory import checking_once, proving_once
+from ..proof_memory import share_checks, share_proofs
 
 
 @pytest.fixture(autouse=True)
 def _proofs_are_shared() -> Iterator[None]:
-    with proving_once(), checking_once():
+    with share_proofs(), share_checks():
         yield

@@ -152,7 +152,7 @@ def _relu_forward(expert, x):
     return expert.down(expert.up(x).relu())
 
 
-def test_a_forward_of_an_experts_own_before_compile_is_part_of_the_rewrite():
+def test_a_replaced_forward_before_compile_is_rewritten():
     original = build("loop")
     for moe in original.moes:
         for expert in moe.experts:

@@ -54,7 +54,7 @@ def test_one_graph_for_several_sizes(kind):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ALL)
-def test_inference_has_a_graph_of_its_own(kind):
+def test_inference_has_its_own_graph(kind):
     original, compiled = build_pair(kind, layers=1)
     fast = torch.compile(compiled.eval(), fullgraph=True, backend="aot_eager")
     with torch.no_grad():

@@ -271,7 +271,7 @@ def test_more_elements_than_32_bits_count():
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_random_numbers_of_the_device_are_left_alone(device):
+def test_random_numbers_of_the_device_are_unchanged(device):
     """Draw no random numbers for captures and checks, including those of a later call."""
     x, model = torch.randn(TOKENS, D, device=device), Stacked(separate=True).to(device)
     before = torch.cuda.get_rng_state()

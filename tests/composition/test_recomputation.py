@@ -183,7 +183,7 @@ def test_a_compiled_function_that_is_recomputed(case):
 
 
 @pytest.mark.parametrize("cls", [Unmoved, Noise], ids=lambda cls: cls.__name__)
-def test_a_compiled_function_that_is_recomputed_as_it_was(cls):
+def test_a_compiled_function_with_equal_recomputation(cls):
     model, x = compile_model(cls)
     function = torch.compile(model, backend="aot_eager")
     wanted = differentiate(model, x, lambda model, x: function(x))
@@ -211,7 +211,7 @@ def test_another_assignment_of_tokens_raises(routes_otherwise):
         out.sum().backward()
 
 
-def test_a_second_backward_and_tensors_that_were_moved_to_the_host():
+def test_a_second_backward_and_tensors_on_the_host():
     model, x = compile_model(Unmoved)
     x.requires_grad_()
     with torch.autograd.graph.save_on_cpu():

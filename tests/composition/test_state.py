@@ -147,7 +147,7 @@ def test_to_another_dtype_and_back(kind):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ALL)
-def test_rounded_weights_are_as_exact_as_in_the_original(kind):
+def test_rounded_weights_are_as_exact_as_the_original(kind):
     original, compiled = build_pair(kind)
     rounded = copy.deepcopy(original).bfloat16()
     truth = compute_logits(copy.deepcopy(rounded).double(), draw_ids())
@@ -182,7 +182,7 @@ def test_a_model_compiled_on_meta_takes_assigned_weights(kind):
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_functional_call_uses_the_given_parameters(kind):
+def test_functional_call_uses_its_parameters(kind):
     original, compiled = build_pair(kind)
     other = dict(perturb(build(kind)).named_parameters())
     out = torch.func.functional_call(compiled, other, kwargs={"input_ids": draw_ids(), "labels": draw_ids()})

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import moefx
 
-from ..proof_memory import checking_once, proving_once
+from ..proof_memory import share_checks, share_proofs
 from .models import NEAR, Model, assert_rewritten, build, compute_loss, draw_ids
 
 WORLD = 2
@@ -190,7 +190,7 @@ if __name__ == "__main__":
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    with proving_once(), checking_once():
+    with share_proofs(), share_checks():
         for case in sys.argv[2:]:
             print("running", case, flush=True)
             globals()[case]()

@@ -17,7 +17,7 @@ import moefx
 import moefx.planner
 
 from ..blocks import D, Dropping
-from ..proof_memory import proving_once
+from ..proof_memory import share_proofs
 from .models import BLOCKS, Model
 
 with contextlib.suppress(ImportError):
@@ -48,7 +48,7 @@ def build_proven() -> Iterator[tuple[nn.Module, torch.Tensor, moefx.Plan]]:
 
 torch.set_num_threads(1)
 if not torch.cuda.device_count():
-    with proving_once():
+    with share_proofs():
         for model, example, plan in build_proven():
             assert moefx.explain(model, plan=plan, example_inputs=(example,)).matched
     with torch.no_grad():

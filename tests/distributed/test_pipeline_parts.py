@@ -114,7 +114,7 @@ def test_inputs_are_cut_along_the_batch():
     assert [part["y"].tolist() for part in split_tree({"y": torch.arange(4)}, 4, 2, "the target")] == [[0, 1], [2, 3]]
 
 
-def test_what_a_split_may_be():
+def test_invalid_splits_raise():
     assert read_split("auto") == (None, None)
     assert read_split({"model.layers": [3, 5]}) == ("model.layers", (3, 5))
     wrong: list[Any] = ["even", {"layers": []}, {"layers": [1, 0]}, {"layers": 2}, {"a": [1], "b": [1]}, {3: [1]}, None]

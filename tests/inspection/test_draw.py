@@ -13,7 +13,7 @@ from moefx.inspection.outline import Box, Outline, build_outline
 from moefx.ir.block_graph import BlockGraph
 
 from ..ir.graphs import build_block_graph
-from ..pace import within
+from ..pace import limit_time
 
 aten = torch.ops.aten
 
@@ -116,5 +116,5 @@ def test_the_picture_is_well_formed_and_escaped():
 
 def test_large_captures_are_drawn_quickly():
     graph = build_loop(256)
-    with within(5):
+    with limit_time(5):
         draw_svg(graph)

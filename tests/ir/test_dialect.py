@@ -93,7 +93,7 @@ def test_uint8_ids_with_256_experts():
     assert offsets.tolist() == [0] + [1] * 255 + [2]
 
 
-def test_a_nan_among_dropped_weights_stays_out():
+def test_a_nan_among_dropped_weights_is_ignored():
     ids, weights = torch.tensor([[0, -1]]), torch.tensor([[0.5, float("nan")]], requires_grad=True)
     *_, combine_weights = dialect.build_pft(ids, weights, None, num_experts=1)
     assert combine_weights.tolist() == [0.5, 0.0]
@@ -318,7 +318,7 @@ def test_autocast_computes_as_linear_does(dtype, inside):
     torch.testing.assert_close(got, expected)
 
 
-def test_autocast_leaves_float64_alone():
+def test_autocast_does_not_change_float64():
     _, _, offsets, _, _ = draw_routing(4, 2, 2).build()
     with torch.autocast("cpu", torch.bfloat16):
         out = dialect.grouped_mm(make_leaf(8, 3), [make_leaf(2, 3, 4)], offsets, transposed=False)

@@ -613,7 +613,7 @@ class TestWhatIsKeptMayBeOverwritten:
         torch.autograd.grad(loss("all"), self.leaves)
         assert calls == [True, True]
 
-    def test_activations_stay_if_the_graph_is_retained(self, calls, loss):
+    def test_activations_are_kept_if_the_graph_is_retained(self, calls, loss):
         out = loss()
         first = torch.autograd.grad(out, self.leaves, retain_graph=True)
         second = torch.autograd.grad(out, self.leaves[:1], create_graph=True)

@@ -48,7 +48,7 @@ def test_nodes_with_effects_are_known():
     assert not any(has_effect(node) for node in pure.values())
 
 
-def test_dead_code_goes_effects_stay():
+def test_dead_code_is_removed_and_effects_are_kept():
     graph, effects, _ = build_nodes()
     block = eliminate_dead_code(BlockGraph("b", graph))
     assert [n.op for n in block.nodes] == ["placeholder", *(n.op for n in effects.values()), "output"]

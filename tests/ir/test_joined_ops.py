@@ -22,7 +22,7 @@ from moefx.ir.joined_ops import JoinedOps
 from moefx.ir.op_providers import registry
 from moefx.runtime.block_forward import find_rewritten_blocks
 
-from ..proof_memory import proving_once
+from ..proof_memory import share_proofs
 
 T, D, E = 9, 8, 4
 
@@ -45,7 +45,7 @@ class Block(nn.Module):
 @pytest.fixture(scope="module")
 def compiled() -> nn.Module:
     torch.manual_seed(0)
-    with proving_once():
+    with share_proofs():
         return moefx.compile(Block(), (torch.randn(T, D),), plan=moefx.Plan(validation="symbolic"))
 
 
@@ -147,7 +147,7 @@ def test_unused_results_have_no_number_of_another(compiled):
     assert torch.equal(x.grad, torch.full_like(x, 2.0)) and weights.grad is None
 
 
-def test_each_op_that_keeps_activations_is_in_a_node_of_its_own(compiled):
+def test_each_op_that_keeps_activations_has_its_own_node(compiled):
     (forward,) = find_rewritten_blocks(compiled).values()
     block = forward.programs[0].history.graph.copy()
     (mlp,) = block.find(torch.ops.moefx.expert_mlp.default)

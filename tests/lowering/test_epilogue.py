@@ -22,7 +22,7 @@ from moefx.lowering import epilogue
 from moefx.lowering.epilogue import derive_formula, derive_gradients
 from moefx.lowering.formula import list_symbols, write_function
 from moefx.lowering.rules import Underivable
-from tests.pace import within
+from tests.pace import limit_time
 
 SILU, TANH_GELU = ("silu", "a0"), ("gelu", "a0", {"approximate": "tanh"})
 GATE, UP = ("clamp", "a0", None, 7.0), ("clamp", "a1", -7.0, 7.0)
@@ -409,7 +409,7 @@ def test_repeated_subexpressions_take_no_more_time_or_text():
     expr = "a0"
     for _ in range(10):  # 2^10 terms as a tree, and 4^10 in the derivative
         expr = ("mul.Tensor", expr, ("sigmoid", expr))
-    with within(5):
+    with limit_time(5):
         assert len(write_text(expr).splitlines()) < 100
         for depth in (200, 300):
             expr = "a0"
@@ -421,7 +421,7 @@ def test_repeated_subexpressions_take_no_more_time_or_text():
 def test_deriving_takes_little_time():
     write_text(EXPRESSIONS["clamped_swiglu"])  # torch imports modules for it
     epilogue._formulas.cache_clear()
-    with within(0.3):
+    with limit_time(0.3):
         write_text(EXPRESSIONS["clamped_swiglu"])
 
 

@@ -232,7 +232,7 @@ class TwoFlags(Loop):
         return out
 
 
-def test_equal_buffers_stay_separate():
+def test_equal_buffers_are_separate():
     x = torch.randn(ROWS, D, dtype=torch.float64)
     model, compiled = compile_block(TwoFlags(), x)
     for flags in ("counts", "alive"):

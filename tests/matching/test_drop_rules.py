@@ -193,7 +193,7 @@ def test_a_piecewise_capacity_is_specialized_per_piece():
     assert block.fallbacks == 0 and len(compiled[0].forward.programs) == 2
 
 
-def test_an_order_that_is_no_rule_is_refused():
+def test_an_order_without_a_rule_is_refused():
     with pytest.raises(Refused, match="dropped by no known rule"):
         rewritten(Last())
 
@@ -299,7 +299,7 @@ def test_capacity_for_every_token_is_no_limit():
     assert not check_sizes(block, 1, 9, 60, 300).guards
 
 
-def test_a_capacity_beyond_all_that_is_captured_is_a_guard():
+def test_a_capacity_above_all_captures_is_a_guard():
     """Drop nothing below the guard; above it the original runs."""
     block = Queue(lambda n: 2000)
     match = rewritten(block).match

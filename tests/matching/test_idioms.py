@@ -350,7 +350,7 @@ class WritesACopy(Loop):
 
 
 @pytest.mark.parametrize("kind", [AddsToItsInput, WritesACopy])
-def test_returned_inputs_stay_inputs(kind):
+def test_returned_inputs_are_the_inputs(kind):
     model = nn.Sequential(kind()).double()
     compiled = moefx.compile(model, example_inputs=(torch.randn(9, D, dtype=torch.float64),))
     for run in (model, compiled):

@@ -132,7 +132,7 @@ def test_experts_with_embeddings_are_rewritten():
 
 
 @pytest.mark.parametrize("option", [{"padding_idx": 0}, {"scale_grad_by_freq": True}, {"sparse": True}])
-def test_embeddings_with_gradients_of_their_own(option):
+def test_embeddings_with_special_gradients_are_refused(option):
     """Refuse options of embeddings that change the gradient of a row."""
     with pytest.raises(moefx.errors.NoMoEBlockFound):
         moefx.compile(Embedded(**option), plan=moefx.Plan(validation="symbolic"), example_inputs=(torch.randn(T, D),))

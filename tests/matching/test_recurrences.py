@@ -55,7 +55,7 @@ CASES = {
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
-def test_recurrences_stay_whole(case):
+def test_recurrences_are_not_unrolled(case):
     torch.manual_seed(0)
     model = CASES[case]().double()
     compiled = moefx.compile(model, example_inputs=(draw_sequences(3, 5),))

@@ -38,7 +38,7 @@ def draw(seed: int, *shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_is_rewritten_whatever_the_table_holds(seed):
+def test_is_rewritten_for_any_table(seed):
     model = Hash(seed, torch.zeros_like).double()
     compiled = moefx.compile(copy.deepcopy(model), (draw(1, 2, 8),))
     for shape in ((1, 1), (1, 2), (7, 1), (4, 25), (2, 200)):

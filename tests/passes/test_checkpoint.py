@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import moefx
 
-from ..covering import covering
+from ..covering import sample_product
 
 S, K, E, D, H = 192, 4, 8, 64, 32
 POLICIES = ["h", "x", "all"]
@@ -132,8 +132,11 @@ def predict_bytes(kind: str, keep: str) -> int:
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "keep, kind, autocast",
-    covering(
-        {keep: keep for keep in POLICIES}, {kind: kind for kind in BLOCKS}, {"bfloat16": False, "autocast": True}, of=2
+    sample_product(
+        {keep: keep for keep in POLICIES},
+        {kind: kind for kind in BLOCKS},
+        {"bfloat16": False, "autocast": True},
+        order=2,
     ),
 )
 def test_the_policy_keeps_the_predicted_bytes_a_token(kind, keep, autocast):

@@ -315,7 +315,7 @@ def test_checkpoint_policy_is_set(keep):
     assert mlp.kwargs["keep"] == keep
 
 
-def test_auto_checkpoint_keeps_h_and_inputs_of_passes_stay():
+def test_auto_checkpoint_keeps_h_and_passes_copy_their_inputs():
     history = rewritten(Loop(), plan=Plan(checkpoint="auto")).history
     (mlp,) = history.graph.find(ops.expert_mlp.default)
     assert mlp.kwargs["keep"] == "h"

@@ -89,7 +89,7 @@ def test_weight_gradients_are_deferred_to_the_first_hop():
     assert experts.args[9] is later and later.args == ([*experts.args[5]], [*experts.args[7]])
 
 
-def test_nodes_behind_an_effect_that_waits_stay_there():
+def test_nodes_after_a_waiting_effect_do_not_move():
     graph = fx.Graph()
     x, y = graph.placeholder("x"), graph.placeholder("y")
     rows = graph.call_function(ops.wait_sums.default, (x,) * 7, {"group": ""}, name="rows")

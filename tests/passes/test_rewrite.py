@@ -26,7 +26,7 @@ def test_ops_and_absorbed_parameters():
     assert list_kept_modules(result) == {"gate"}
 
 
-def test_buffer_updates_and_several_outputs_stay():
+def test_buffer_updates_and_several_outputs_are_kept():
     class Counting(Loop):
         def __init__(self):
             super().__init__(Mlp)

@@ -9,13 +9,13 @@ import pytest
 from moefx.planner.ranking import Ranking, plan
 from moefx.planner.ranking_page import render
 
-from ..pace import within
-from ..proof_memory import checking_once, proving_once
+from ..pace import limit_time
+from ..proof_memory import share_checks, share_proofs
 
 
 @pytest.fixture(autouse=True)
 def _proofs_are_shared() -> Iterator[None]:
-    with proving_once(), checking_once():
+    with share_proofs(), share_checks():
         yield
 
 
@@ -24,6 +24,6 @@ def large() -> tuple[Ranking, str, list[str]]:
     """Return the ranking, the page and the printed text of a model of 671 B on 1024 GPUs."""
     messages: list[str] = []
     ranking = plan("deepseek-v3", "frontier", 1024)
-    with within(15):
+    with limit_time(15):
         text = render(ranking, messages.append)
     return ranking, text, messages

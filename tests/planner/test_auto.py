@@ -268,7 +268,7 @@ def test_models_that_the_planner_does_not_know():
     assert keeps(compiled) == {"h"} and not moefx.explain(compiled).planned.plan.is_undecided
 
 
-def test_a_model_without_blocks_is_returned_as_it_is():
+def test_a_model_without_blocks_is_returned_unchanged():
     model = Gated()
     assert moefx.compile(model, plan="auto", example_inputs=(torch.zeros(9, D),), strict=False) is model
 

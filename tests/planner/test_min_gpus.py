@@ -12,7 +12,7 @@ from moefx.planner.min_gpus import find_min_gpus
 from moefx.planner.platforms import PLATFORMS, Network
 from moefx.planner.ranking import plan
 
-from ..pace import within
+from ..pace import limit_time
 
 
 def test_the_smallest_number_of_gpus():
@@ -31,7 +31,7 @@ def test_the_smallest_number_of_gpus():
 
 def test_the_limiting_term_is_named_if_no_number_fits():
     ranking = plan("mixtral-8x22b", "a100-40gb", 32, tokens=2**20)
-    with within(5):
+    with limit_time(5):
         found = find_min_gpus(ranking)
     assert found and found.entry is None and found.nearest and found.nearest.term == "M_activations"
     assert (

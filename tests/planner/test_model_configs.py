@@ -95,7 +95,7 @@ def test_example_inputs_that_do_not_fit_are_still_blamed():
         )
 
 
-def test_all_that_is_wrong_is_named():
+def test_all_invalid_sizes_are_named():
     assert list(
         _find_invalid(dict(hidden_size="big", num_experts=8, num_experts_per_tok=9, n_group=2, topk_group=3))
     ) == [

@@ -54,7 +54,7 @@ def test_both_kinds_of_cells_are_there(narrow):
     assert any(cell.best for cell in cells) and any(cell.lacking for cell in cells)
 
 
-def test_axes_stay_in_the_fast_domain():
+def test_axes_are_within_the_fast_domain():
     ranking = plan("deepseek-v3", "frontier", 512)
     assert max(build_layout_grid(ranking).columns) == 32
     assert max(build_layout_grid(plan("deepseek-v3", "frontier", 512, fast_domain=0)).columns) == 256

@@ -21,7 +21,7 @@ from moefx.planner.search import choose_layout_dispatch, estimate_entry
 from moefx.planner.step_formulas import build_step_sheet, collect_values, compute_flop_per_token, evaluate_memory
 from moefx.util.unit_text import amount
 
-from ..pace import within
+from ..pace import limit_time
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def small():
 
 
 def test_a_trillion_parameters_on_1024_gpus_in_seconds():
-    with within(5):
+    with limit_time(5):
         ranking = plan("kimi-k2", "dgx-h100", 1024)
     assert len(ranking) > 100 and 0.1 < ranking[0].mfu < 0.6
 

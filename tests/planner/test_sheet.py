@@ -23,7 +23,7 @@ def test_a_sheet_computes_all_formulas_from_its_inputs():
     assert SHEET(a=7, b=2) == {"total": 18, "half": 9, "most": 7}
 
 
-def test_whole_numbers_stay_whole():
+def test_whole_numbers_are_integers():
     """Compute bytes of large models as integers: floats have too few digits."""
     assert SHEET(a=2**60 + 1, b=1)["total"] == 2 * (2**60 + 1)
 

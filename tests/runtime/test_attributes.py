@@ -19,7 +19,7 @@ from torch import nn
 import moefx
 from moefx.runtime import block_forward
 
-from ..proof_memory import checking_once, proving_once
+from ..proof_memory import share_checks, share_proofs
 from . import scales
 
 D, E = 16, 3
@@ -83,7 +83,7 @@ def x():
 
 @pytest.fixture(autouse=True)
 def _proofs_are_shared():
-    with proving_once(), checking_once():
+    with share_proofs(), share_checks():
         yield
 
 
@@ -423,7 +423,7 @@ class Lenient(nn.Module):
         return out
 
 
-def test_attributes_that_are_not_there_and_dicts_of_other_classes():
+def test_missing_attributes_and_dicts_of_other_classes():
     model = nn.Sequential(Lenient()).double()
     compiled = moefx.compile(model, example_inputs=(torch.randn(9, D, dtype=torch.float64),))
     x = torch.randn(9, D, dtype=torch.float64)
@@ -516,7 +516,7 @@ def test_one_tensor_in_a_list(x):
         torch.testing.assert_close(run(x), model(x), rtol=0, atol=1e-12)
 
 
-def test_tensors_that_were_one(x):
+def test_tensors_that_were_shared(x):
     torch.compiler.reset()  # all tests share its limit of graphs
     model, compiled = build_pair(x, Tied)
     traced = torch.compile(compiled, backend="eager")

@@ -12,7 +12,7 @@ from moefx import order_hosts
 from moefx.errors import InvalidPlan
 
 
-def test_groups_stay_in_a_switch_group_then_in_a_rack():
+def test_groups_are_within_a_switch_group_then_a_rack():
     places = {  # in the order of a scheduler
         "n1": ("s1", "r1"), "n7": ("s3", "r2"), "n2": ("s1", "r1"), "n4": ("s2", "r1"), "n8": ("s3", "r2"),
         "n3": ("s1", "r1"), "n9": ("s4", "r2"), "n5": ("s4", "r2"),

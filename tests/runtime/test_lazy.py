@@ -54,7 +54,7 @@ def test_recorders_see_their_own_call_only(x):
 
 
 @pytest.mark.parametrize("kind", ["forward hook", "pre hook"])
-def test_hooks_of_the_block_stay_outside_of_it(kind, x):
+def test_hooks_of_the_block_run_outside_it(kind, x):
     model = Loop()
     if kind == "forward hook":
         model.register_forward_hook(lambda module, args, out: out * 2)

@@ -41,7 +41,7 @@ def test_modules_are_new_and_tensors_are_shared(model):
     assert "extra" not in model.layers[0]._modules and model.layers[1].training
 
 
-def test_shared_modules_stay_shared(model):
+def test_shared_modules_are_shared_in_the_copy(model):
     model.layers.append(model.layers[0])
     duplicate, _ = copy_model(model)
     assert duplicate.layers[2] is duplicate.layers[0]
@@ -140,7 +140,7 @@ class WithState(nn.Module):
         self.handle = "new"
 
 
-def test_modules_with_a_copying_method_of_their_own(model):
+def test_modules_with_their_own_copy_methods(model):
     holder = nn.ModuleDict(
         {"peculiar": Peculiar(), "state": WithState(), "graph": torch.fx.symbolic_trace(nn.Linear(2, 2))}
     )

@@ -176,7 +176,7 @@ def test_every_wrong_kernel_is_flagged(fuse, op, provider, corrupt):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("fuse", [True, False])
-def test_every_provider_passes_as_it_is(fuse):
+def test_every_correct_provider_passes(fuse):
     ran = set()
     for op in FUSED if fuse else UNFUSED:
         for provider in registry[op].providers:

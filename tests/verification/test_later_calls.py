@@ -161,7 +161,7 @@ class OneSize(Model):
         return super().forward(ids)
 
 
-def test_sizes_that_the_model_fixes_stay():
+def test_sizes_that_the_model_fixes_do_not_vary():
     torch.manual_seed(0)
     original = FixedLength()
     report = verify(moefx.compile(original, example_inputs=(IDS,)), original, (IDS,), routings=False)

@@ -141,7 +141,7 @@ def test_a_compiled_reference_is_refused():
             verify(first, compiled, (IDS,))
 
 
-def test_a_block_that_did_not_run_was_not_verified():
+def test_blocks_that_did_not_run_are_not_verified():
     class Skips(Model):
         def forward(self, ids):
             return self.head(self.embed(ids) + self.layers[0](self.embed(ids)))
@@ -240,7 +240,7 @@ def test_an_empty_report_is_not_a_pass():
     assert not VerifyReport(()).ok
 
 
-def test_the_table_names_what_differs_and_the_first_pass(golden_text=None):
+def test_the_table_names_differences_and_the_first_pass(golden_text=None):
     original, compiled = build_compiled_pair({"fuse": swap_two_experts})
     lines = str(verify(compiled, original, (IDS,))).splitlines()
     assert lines[0].startswith("moefx.verify: FAILED, ")

@@ -333,7 +333,7 @@ def test_a_graph_that_ends_before_the_experts_is_named(caplog):
     assert any("selected at test_backend.py:" in t and "ends its graph at test_backend.py:" in t for t in texts)
 
 
-def test_rewritten_blocks_are_left_alone(caplog):
+def test_rewritten_blocks_are_unchanged(caplog):
     module, x = nn.Sequential(nn.LayerNorm(D), Loop()), torch.randn(9, D)
     rewritten = moefx.compile(module, example_inputs=(x,))
     before = proof_cache.num_proofs_tried

@@ -157,7 +157,7 @@ def test_explain_of_an_unchanged_graph():
     assert "depends on data" in str(moefx.explain(graph))
 
 
-def test_statistics_outside_of_a_region_are_not_its_own():
+def test_statistics_outside_a_region_are_unchanged():
     x = draw_tokens(2, 9)
     graph = torch.export.export(Watched().double(), (x,)).module()
     explained = moefx.explain(moefx.rewrite_graph(graph, (x,)))

@@ -109,7 +109,7 @@ def read_refusals(module, *args):
     return moefx.explain(call).refused
 
 
-def test_a_function_with_a_backward_of_its_own_is_named():
+def test_a_custom_autograd_function_is_named():
     (refusal,) = read_refusals(Mixture(), torch.randn(3, 9, D))
     assert "calls the torch.autograd.Function Clamp" in refusal.reason
     assert refusal.source.startswith("test_refusals.py:")

@@ -248,7 +248,7 @@ def test_first_call_with_one_integer_value_generalizes():
     check(Moved(), [(draw_tokens(3, 9), none), (draw_tokens(3, 9), torch.randint(-1, E, (3, 9, 2)))])
 
 
-def test_blocks_of_its_own():
+def test_graphs_and_compiled_models_have_separate_blocks():
     """Keep the block of `moefx.compile` separate from blocks of graphs with the same weights."""
     module = Dense()
     check(module, [(draw_tokens(9),)])

@@ -193,7 +193,7 @@ def three_threads():
     torch.set_num_threads(before)
 
 
-def test_workers_have_threads_of_their_own_and_leave_ours_alone(three_threads):
+def test_workers_use_their_own_threads(three_threads):
     seen = []
     thread_pool.for_each(range(20), lambda i: seen.append((i, torch.get_num_threads(), torch.is_grad_enabled())))
     assert sorted(i for i, *_ in seen) == list(range(20))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from moefx.ir.ops import dialect
 from moefx.lowering.triton import build_pft
 
-from ...covering import covering
+from ...covering import sample_product
 from ...ir.routings import Routing, routings
 
 NAMES = ("token_ids", "slot_ids", "expert_offsets", "inverse", "combine_weights")
@@ -34,7 +34,8 @@ SIZES = {"90-3-10": (90, 3, 10), "64-1-4": (64, 1, 4), "40-8-24": (40, 8, 24)}
 
 
 @pytest.mark.parametrize(
-    "num_tokens, num_slots, num_experts, drop", covering(SIZES, {drop: drop for drop in dialect.DROP_RULES}, of=1)
+    "num_tokens, num_slots, num_experts, drop",
+    sample_product(SIZES, {drop: drop for drop in dialect.DROP_RULES}, order=1),
 )
 def test_a_routing_of_many_blocks_equals_the_reference(device, drop, num_tokens, num_slots, num_experts):
     scores = torch.randn(num_tokens, num_experts) + torch.randn(num_experts)

@@ -18,7 +18,7 @@ from moefx.lowering.triton import weight_operands as weights
 from moefx.lowering.triton.tile_configs import Config
 from moefx.lowering.triton.weight_operands import Weights
 
-from ...covering import covering
+from ...covering import sample_product
 from ...ir.routings import LAYERS, Layer, Routing, draw_routing
 
 LINEAR = {name: make for name, make in LAYERS.items() if name != "nonlinear_out"}
@@ -97,7 +97,7 @@ def test_outputs_and_gradients_equal_the_reference(device, monkeypatch, make, dt
     check(make, device, dtype, routing, 48, 40, keep=keep, reduce=reduce)
 
 
-@pytest.mark.parametrize("cut, make", covering(CONFIGS, LINEAR, of=1))
+@pytest.mark.parametrize("cut, make", sample_product(CONFIGS, LINEAR, order=1))
 def test_every_way_to_launch(device, monkeypatch, make, cut):
     monkeypatch.setattr(run_module, "config", lambda *_: cut)
     d, h = cut.bn + 8, cut.bn + 24  # two tiles, the second one partial, of multiples of 8 that are no multiples of 16
@@ -123,7 +123,7 @@ def test_a_kept_activation_is_the_one_that_is_recomputed(device, monkeypatch, ma
 
 @pytest.mark.parametrize(
     "name, keep, make",
-    covering({"sliced": "sliced", "separate": "separate"}, {k: k for k in ("h", "x", "all")}, LINEAR, of=1),
+    sample_product({"sliced": "sliced", "separate": "separate"}, {k: k for k in ("h", "x", "all")}, LINEAR, order=1),
 )
 def test_deferred_weight_gradients_are_equal(device, monkeypatch, make, keep, name):
     monkeypatch.setattr(run_module, "config", lambda *_: CONFIGS[name])
@@ -141,7 +141,7 @@ def test_deferred_weight_gradients_are_equal(device, monkeypatch, make, keep, na
 
 @pytest.mark.parametrize(
     "name, keep, make",
-    covering({"sliced": "sliced", "separate": "separate"}, {"h": "h", "all": "all"}, LINEAR, of=1),
+    sample_product({"sliced": "sliced", "separate": "separate"}, {"h": "h", "all": "all"}, LINEAR, order=1),
 )
 def test_dh_takes_the_place_of_h(device, monkeypatch, make, keep, name):
     """Write dh into h if allowed, with bitwise equal gradients."""

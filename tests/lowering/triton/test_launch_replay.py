@@ -16,7 +16,7 @@ from moefx.lowering.triton import expert_mlp_call as run_module
 from moefx.lowering.triton import expert_mlp_steps, launch_replay
 from moefx.lowering.triton.tape_playback import Allocate, Free
 
-from ...covering import covering
+from ...covering import sample_product
 from ...ir.routings import Layer, Routing
 from .test_expert_mlp_call import CONFIGS, LINEAR, move_layer, run_and_differentiate
 
@@ -54,7 +54,7 @@ def run_with_tapes(
 WAYS = {name: (name, keep) for name, keep in (("separate", "h"), ("sliced", "x"), ("descriptors", "all"))}
 
 
-@pytest.mark.parametrize("make, name, keep", covering(LINEAR, WAYS, of=1))
+@pytest.mark.parametrize("make, name, keep", sample_product(LINEAR, WAYS, order=1))
 def test_a_replayed_call_equals_its_host_code(device, monkeypatch, plays, make, name, keep):
     monkeypatch.setattr(run_module, "config", lambda *_: CONFIGS[name])
     layer, tapes = move_layer(device, make(3, 32, 40), torch.float32), {}

@@ -24,7 +24,7 @@ from moefx.lowering.triton import autotune, expert_mlp_steps, launch_replay, til
 from moefx.lowering.triton import expert_mlp_call as run_module
 from moefx.lowering.triton.tile_configs import KERNELS, Config
 
-from ...covering import covering
+from ...covering import sample_product
 from ...ir.routings import Routing, interleaved_clamped, swiglu_list, weight_before
 from .test_expert_mlp_call import move_layer, run_and_differentiate
 
@@ -321,8 +321,10 @@ class TestTuning:
 
 @pytest.mark.parametrize(
     "case, keep",
-    covering(
-        {case.__name__: case for case in (interleaved_clamped, swiglu_list, weight_before)}, {"h": "h", "x": "x"}, of=1
+    sample_product(
+        {case.__name__: case for case in (interleaved_clamped, swiglu_list, weight_before)},
+        {"h": "h", "x": "x"},
+        order=1,
     ),
 )
 def test_trials_change_nothing(monkeypatch, device, case, keep):

@@ -155,7 +155,7 @@ class PerSequence(Weighted):
 
 
 @pytest.mark.exhaustive
-def test_a_lower_bound_that_small_sizes_stay_at():
+def test_a_lower_bound_that_holds_for_small_sizes():
     model = nn.Sequential(PerSequence(None)).double()
     compiled = moefx.compile(model, example_inputs=(torch.randn(2, 7, D, dtype=torch.float64),))
     for shape in ((1, 1), (2, 7), (4, 10), (3, 60), (1, 300)):

@@ -109,7 +109,7 @@ def _draw_inputs(*lead: int) -> torch.Tensor:
         (skip_small_weights, 4, 1), (skip_small_sum, 4, 1), (skip_small_dense_weights, 4, 1),
     ],
 )  # fmt: skip
-def test_what_an_expert_does_with_few_tokens_is_refused(run, num_experts, top_k):
+def test_special_cases_of_few_tokens_are_refused(run, num_experts, top_k):
     model = Skips(num_experts, top_k, run).double()
     with pytest.raises(moefx.NoMoEBlockFound):
         moefx.compile(model, example_inputs=(_draw_inputs(9),), plan=moefx.Plan(validation="symbolic"))
@@ -129,7 +129,7 @@ def double_in_a_crowd(block, out, expert, x, w, ids, e):
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("lead", [(2, 5), (2, 2, 6)])
 @pytest.mark.parametrize("run", [skip_without_second_row, double_in_a_crowd])
-def test_what_an_expert_does_with_few_tokens_of_batches_is_refused(run, lead):
+def test_special_cases_of_few_tokens_in_batches_are_refused(run, lead):
     model = SkipsInBatches(2, 1, run).double()
     with pytest.raises(moefx.NoMoEBlockFound):
         moefx.compile(model, example_inputs=(_draw_inputs(*lead),), plan=moefx.Plan(validation="symbolic"))

@@ -430,7 +430,7 @@ PADDED = {
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PADDED)
-def test_padding_has_rows_of_its_own(name):
+def test_padding_has_its_own_rows(name):
     torch.manual_seed(0)
     mask = draw_ids(0, 2)
     check(Shifted("hidden", PADDED[name]), (mask,), [(1 - mask,), (torch.zeros_like(mask),), (torch.ones_like(mask),)])
@@ -444,7 +444,7 @@ def test_a_mask_of_sequences():
 
 
 @pytest.mark.parametrize("there", [E, -E - 1])
-def test_an_error_stays_one(there):
+def test_an_index_error_of_the_original_is_raised(there):
     """Raise for indices out of bounds like the original, and never return rows."""
     model = Gathered(lambda b, g: g).double()
     compiled = moefx.compile(copy.deepcopy(model), example_inputs=(torch.randn(2, 9, D).double(), ALL % E))

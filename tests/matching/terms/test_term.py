@@ -347,7 +347,7 @@ class TestNormalForm:
         weights = T.row("softmax", [1], True, (), masked)
         assert is_const(T.pick_axes(weights, {0: 0, 1: 1}), 0) and not is_const(T.pick_axes(weights, {0: 0, 1: 0}))
 
-    def test_repeated_detaches_are_one_and_casts_stay_apart(self):
+    def test_repeated_detaches_are_merged_and_casts_are_not(self):
         T = Terms()
         a = T.make("param", ("a",), (3,))
         once = T.pw("detach", a)

@@ -22,7 +22,7 @@ from moefx.planner.simulation import simulate
 from moefx.planner.simulation.stage_work import build_stages, list_expert_groups
 from moefx.planner.step_formulas import collect_values, find_step_sheet
 
-from ...pace import within
+from ...pace import limit_time
 
 FRONTIER, DGX, H200, A100 = map(find_platform, ("frontier", "dgx-h100", "h200", "a100-40gb"))
 
@@ -132,15 +132,15 @@ def test_layers_that_do_not_divide():
 
 def test_a_thousand_ranks_in_seconds():
     layout = Layout(pp=8, tp=4, dp=32, ep=16, ssmb=True, dispatch="halo", microbatches=32)
-    with within(10):
+    with limit_time(10):
         found = simulate(find_model("deepseek-v3"), layout, FRONTIER, skew=0.5)
     assert layout.num_ranks == 1024 and found.draws == 32 and 0 <= found.slowest < 1024
 
 
-def test_every_rank_with_an_expert_of_its_own_in_seconds():
-    """The largest draw of a catalogue's model: 256 ranks, 4096 tokens each."""
+def test_one_expert_per_rank_in_seconds():
+    """Draw the largest exchange of the catalogue: 256 ranks, 4096 tokens each."""
     layout = Layout(dp=1024, ep=256, dispatch="flat")
-    with within(10):
+    with limit_time(10):
         assert simulate(find_model("deepseek-v3"), layout, FRONTIER).imbalance > 1
 
 
