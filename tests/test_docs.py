@@ -157,10 +157,7 @@ def test_code_blocks_print_the_output_on_the_page(page, needed, tmp_path, monkey
 
 @pytest.mark.skipif(not torch.distributed.is_available() or sys.platform != "linux", reason="needs gloo")
 def test_scripts_for_several_ranks_print_the_output_on_the_page(tmp_path):
-    """Run all scripts with an equal number of ranks in the same processes:
-
-    starting them takes longer than the scripts.
-    """
+    """Run all scripts with equally many ranks in the same processes, which take longer to start than the scripts."""
     found = [pair for page in MARKDOWN for pair in pair_with_output(read_blocks(page)) if pair[0].num_ranks]
     for ranks in {block.num_ranks for block, _ in found}:
         files, texts = [], []

@@ -1,4 +1,4 @@
-"""The examples run, and the original and the compiled model train alike."""
+"""The examples run, and the original and the compiled model train equally."""
 
 from __future__ import annotations
 

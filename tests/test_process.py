@@ -1,4 +1,4 @@
-"""`compile` leaves the process unchanged after interrupts, beside other threads and with other defaults."""
+"""`compile` leaves the process unchanged after interrupts, with other threads and with other defaults."""
 
 from __future__ import annotations
 

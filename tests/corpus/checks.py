@@ -35,10 +35,7 @@ class _SinglePrecision(TorchDispatchMode):
 
 
 def choose_tolerance(case: Case, model: nn.Module, inputs: Inputs) -> float:
-    """Return the tolerance relative to the largest entry:
-
-    for reordered float64 sums, or for float32 if the model uses it.
-    """
+    """Return the relative tolerance of float64 sums, or of float32 if the model computes in it."""
     with torch.no_grad(), _SinglePrecision() as mode:
         case.call(copy.deepcopy(model), copy.deepcopy(inputs))
     return 2e-5 if mode.seen or case.dtype != torch.float64 else 1e-10

@@ -219,7 +219,7 @@ def case_layers_of_a_decoder() -> None:
 
 
 def case_layers_in_other_containers() -> None:
-    """Find layers in a dictionary and in a sequence, but not a norm beside them."""
+    """Find layers in a dictionary and in a sequence, but no norm next to them."""
     named = {"0": nn.Sequential(nn.Linear(2, 2)), "1": Decoder(), "2": Decoder(), "norm": nn.LayerNorm(2)}
     for container in (nn.ModuleDict(named), nn.Sequential(*named.values())):
         root = nn.ModuleDict({"model": nn.ModuleDict({"layers": container})})

@@ -88,7 +88,7 @@ def case_activation_checkpointing() -> None:
 
 
 def case_losses_over_several_layers() -> None:
-    """Refuse a loss over the router logits of all layers: a stage has only those of its own."""
+    """Refuse a loss over the router logits of all layers: a stage only has the logits of its layers."""
     text = "asks for a loss of the router logits of all layers"
     check_raises(InvalidInput, text, build, build_model(output_router_logits=True))
     pipe, ids = build(build_model()), torch.zeros(2, LENGTH, dtype=torch.long)

@@ -179,8 +179,7 @@ class Wide(nn.Module):
 
 
 def case_activations_are_divided() -> None:
-    """Divide the saved tensors of the routed part by the size of the axis (X-MoE figure 13), except for the small
-    router.
+    """Divide the saved tensors by the size of the axis (X-MoE figure 13), except those of the small router.
 
     The cost (appendix C.2) is a gather of the outputs, and in the backward one of the input gradients.
     """

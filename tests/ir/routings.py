@@ -165,10 +165,7 @@ def swiglu_list(num_experts: int, d: int, h: int, dtype: torch.dtype = torch.flo
 
 
 def interleaved_clamped(num_experts: int, d: int, h: int, dtype: torch.dtype = torch.float64) -> Layer:
-    """gpt-oss:
-
-    stacked [E, D, 2F] with interleaved gate and up, biases, clamp and (up + 1); the weight multiplies the output.
-    """
+    """gpt-oss: stacked [E, D, 2F], gate and up interleaved, biases, clamp and (up + 1); weights multiply the output."""
     w1, b1 = _leaf(num_experts, d, 2 * h, dtype=dtype), _leaf(num_experts, 2 * h, dtype=dtype)
     w2, b2 = _leaf(num_experts, h, d, dtype=dtype), _leaf(num_experts, d, dtype=dtype)
 

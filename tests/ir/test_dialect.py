@@ -356,7 +356,7 @@ def test_double_backward_of_grouped_mm_and_expert_rows():
 
 
 def run_steps(x, topk_ids, topk_weights, w, v):
-    """All ops that are not fused, as a rewritten block would chain them."""
+    """Run all unfused ops in the order of a rewritten block."""
     token_ids, _, offsets, inverse, weights = dialect.build_pft(topk_ids, topk_weights, None, num_experts=4)
     rows = dialect.dispatch(x, token_ids, offsets, inverse)
     rows = dialect.grouped_mm(rows, w, offsets, transposed=True)

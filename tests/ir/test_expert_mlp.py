@@ -144,7 +144,7 @@ def test_gradients_are_numerically_right(make):
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("reduce", [False, True])
 def test_the_tail_is_never_read(make, provider, keep, reduce):
-    """Leave rows behind expert_offsets[E] unread and unchanged, in inputs and kept tensors."""
+    """Leave rows after expert_offsets[E] unread and unchanged, in inputs and kept tensors."""
     layer = make(3, 4, 2)
     routing = Routing(torch.tensor([[0, 2], [2, -1], [3, 0]]), torch.rand(3, 2).double(), 3)
     x = torch.randn(3, 4, dtype=torch.float64)

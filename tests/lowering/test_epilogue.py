@@ -292,9 +292,7 @@ ATEN = [
 
 
 def build_call(head: str) -> object | None:
-    """Build a call of an op with variables in (0.25, 1), for which most ops are defined, and numbers as other
-    arguments.
-    """
+    """Build a call of an op with variables in (0.25, 1), for which most ops are defined, and numbers."""
     name, _, overload = head.partition(".")
     tensors = iter([("add.Tensor", ("mul.Tensor", ("sigmoid", v), 0.5), 0.25) for v in ("a0", "a1", "w")])
     arguments = []

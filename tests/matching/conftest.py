@@ -1,7 +1,4 @@
-"""Turn off the numeric check:
-
-these tests check proofs by their own comparisons, and the check could hide a wrong proof.
-"""
+"""Turn off the numeric check, which could hide a wrong proof: these tests compare outputs themselves."""
 
 from __future__ import annotations
 

@@ -15,11 +15,11 @@ from ..blocks import D, E, Loop, Mlp
 
 
 class Base(Loop):
-    """Args: buffers: initial buffers; expert, choose, finish: replace parts of the loop."""
+    """Loop with initial `buffers`; `expert`, `choose` and `finish` replace parts of it."""
 
-    def __init__(self, held=(), expert=None, choose=None, finish=None):
+    def __init__(self, buffers=(), expert=None, choose=None, finish=None):
         super().__init__(Mlp)
-        for name, value in dict(held).items():
+        for name, value in dict(buffers).items():
             self.register_buffer(name, value if value is None else torch.as_tensor(value))
         self.of_expert, self.choose, self.finish = expert, choose, finish
 
@@ -109,9 +109,9 @@ def halve_crowded(m, e, y):
     "choose", [cut_few, cut_many, cut_if_flagged, cut_on_overflow, cut_if_idle, scale_below_thresholds]
 )
 def test_a_comparison_that_has_another_outcome_later(choose):
-    held = {"flag": False, "high": 0.4, "low": 1e-3}
+    buffers = {"flag": False, "high": 0.4, "low": 1e-3}
     is_rewritten = choose not in (cut_if_flagged, cut_if_idle)
-    check(lambda: Base(held, choose=choose), lambda m: m.flag.fill_(True), is_rewritten=is_rewritten)
+    check(lambda: Base(buffers, choose=choose), lambda m: m.flag.fill_(True), is_rewritten=is_rewritten)
 
 
 @pytest.mark.parametrize("expert", [cut_crowded, halve_crowded])
@@ -183,8 +183,8 @@ def adapt_output(m, e, y):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("expert", [scale_output, skip_expert, adapt_output])
 def test_floats_of_each_expert_are_refused(expert):
-    held = {"scale": SCALES, "delta": torch.eye(E)[:1].expand(E, E) * torch.tensor([[1.0], [0], [0], [0]])}
-    check(lambda: Base(held, expert=expert), is_rewritten=False)
+    buffers = {"scale": SCALES, "delta": torch.eye(E)[:1].expand(E, E) * torch.tensor([[1.0], [0], [0], [0]])}
+    check(lambda: Base(buffers, expert=expert), is_rewritten=False)
 
 
 class Alive(Loop):

@@ -18,7 +18,7 @@ HELD = {"bias": torch.zeros(E), "most": torch.full((E,), 100.0),
 
 
 class Held(Loop):
-    """Args: route: (self, x) -> (weights, experts, mask of kept slots, statistics)."""
+    """Route by `route`: (self, x) -> (weights, experts, mask of kept slots, statistics)."""
 
     def __init__(self, route, k=K):
         super().__init__(Mlp, k)
@@ -209,7 +209,7 @@ LIMITS = [bound_above, bound_below, bound_by_tens]
 
 
 class Twice(Held):
-    """Args: behind: (self, scores) -> scores with a bound that no score reaches before a training step."""
+    """Select by scores that `behind` bounds: (self, scores) -> scores. No score reaches the bound before training."""
 
     def __init__(self, behind, mask):
         super().__init__(None)

@@ -307,10 +307,7 @@ def test_a_capacity_above_all_captures_is_a_guard():
 
 
 class Generous(nn.Module):
-    """Use the weights of the selected experts, and the weights per expert after drops:
-
-    captures without drops equal both.
-    """
+    """Use weights of selected experts, and weights per expert after drops, which captures without drops equate."""
 
     def __init__(self):
         super().__init__()

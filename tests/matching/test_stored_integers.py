@@ -18,7 +18,7 @@ HELD = {"steps": torch.tensor(0), "limit": torch.tensor(0), "counts": torch.zero
 
 
 class Held(Loop):
-    """Args: use: (self, weights, experts) -> (weights, experts); how: storage of the numbers."""
+    """Change the routing by `use`: (self, weights, experts) -> (weights, experts). `how`: storage of the integers."""
 
     def __init__(self, use, how):
         super().__init__(Mlp)

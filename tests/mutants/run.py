@@ -39,7 +39,7 @@ SHAPES = (
     (1, 12),
     (3, 7),
     (1, 1),
-)  # a repeated shape shows state that a call leaves behind
+)  # a repeated shape shows state from the previous call
 TOLERANCE = 1e-9
 OUTCOMES = Path(__file__).with_name("outcomes.txt")
 SIGNS = {"rewritten": "+", "refused": "-"}

@@ -94,9 +94,7 @@ class Model(nn.Module):
 
 
 def count_bytes_per_token(model: Model, run: Callable[[], Tensor]) -> float:
-    """Count the bytes of distinct storages that autograd keeps for the block, without parameters and the router's
-    tensors.
-    """
+    """Count the bytes of storages that autograd keeps for the block, without parameters and the router."""
     ignored = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, Tensor] = {}
     inside: list[str] = []

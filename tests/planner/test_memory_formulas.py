@@ -69,7 +69,7 @@ def test_saved_bytes_equal_the_measured_ones(row):
 
 
 def test_gather_has_room_for_the_tokens_of_all_ranks():
-    """Every rank has all tokens, and as many hidden rows as if all their experts were its own."""
+    """Hold the tokens of all ranks on every rank, and hidden rows as if a rank had all experts of its tokens."""
     model = find_model("olmoe-1b-7b")
     dedup, gather = (memory(model, Layout(dp=4, ep=4, dispatch=dispatch)) for dispatch in ("dedup", "gather"))
     assert gather["n_dup"] == 4 and gather["A_dispatch"] == 4 * 2 * 4096 * model.hidden_size

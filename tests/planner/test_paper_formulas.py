@@ -85,9 +85,7 @@ class TestXMoe:
         assert other["A_interm"] == one["A_interm"] == 2 * 2 * 4096 * 16384
 
     def test_table_4(self):
-        """Match the Large model, whose 1.125 "GB" are GiB, without capacity or metadata, by the saved tensors of each
-        system.
-        """
+        """Match the saved tensors of each system for the Large model. Its 1.125 "GB" are GiB, without metadata."""
         large = find_model("x-moe-large")
         theory = X_MOE(k=8, S=4096, H=7168, H_FFN=2048, c=1, G=2)["A_theory"]
         assert theory / GIB == 1.125

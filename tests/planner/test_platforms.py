@@ -92,10 +92,7 @@ def test_units_without_a_limit_are_the_largest():
 
 
 def test_as_many_levels_as_links_differ():
-    """Build three levels:
-
-    nodes of 4, switches of 16, and all. A switch with the links of the level above is no level.
-    """
+    """Build nodes of 4, switches of 16, and all. A switch with the links of the level above is no level."""
     networks = Network("node", 4, 8e9), Network("switch", 16, 4e9), Network("all", 0, 1e9)
     tree = dataclasses.replace(find_platform("h200"), networks=networks)
     assert [n.name for n in tree.levels(64)[1]] == ["all", "switch", "node"]

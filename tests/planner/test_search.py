@@ -107,7 +107,10 @@ def test_a_ranking_holds_its_request(small):
 
 
 def test_ranks_with_the_same_tokens_share_experts_by_ssmb(small):
-    """Else each of them would send all tokens, and an expert would see them TP times."""
+    """Exclude ranks with equal tokens without SSMB:
+
+    each would send all tokens, and an expert would get them TP times.
+    """
     assert all(e.layout.dp % e.layout.ep == 0 or e.layout.ssmb for e in small)
     (why,) = (r.why for r in small.rejected if "PP=1 TP=8 EP=4" in r.label.split(", "))
     assert why.startswith("EP is neither a multiple of TP nor divides DP")

@@ -32,7 +32,7 @@ SHAPES = ((2, 9), (3, 7))
 
 
 class MessageHandler(logging.Handler):
-    """Collect logged reasons for regions that stay unchanged, and graph breaks of Dynamo."""
+    """Collect logged reasons for unchanged regions, and graph breaks of Dynamo."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

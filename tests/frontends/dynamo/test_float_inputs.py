@@ -12,7 +12,7 @@ from .test_refusals import D, Dense, E
 
 
 class Given(Dense):
-    """Args: how: computes weights, selected experts and rows from the router's results and the numbers."""
+    """Apply `how` to rows, numbers and the router's results, which returns the rows, weights and experts to use."""
 
     def __init__(self, how):
         super().__init__()

@@ -357,10 +357,7 @@ def test_sizes_that_follow_from_data(how, then):
 
 
 def test_writes_in_exported_graphs():
-    """Rewrite a region without gradients:
-
-    export makes it a subgraph, which gets the buffers that it writes as inputs.
-    """
+    """Rewrite a region without gradients. Export makes it a subgraph with written buffers as inputs."""
 
     def forward(m, x):
         x = x.sin()

@@ -240,8 +240,7 @@ def list_roles(kernel: str, device: torch.device, dtype: torch.dtype) -> list[Co
 
 
 def list_configurations(dtype: torch.dtype, everything: bool) -> Iterator[tuple[str, dict[str, Config]]]:
-    """Yield the origin of a configuration and the tiles that replace `tuning.config`'s choice in
-    `tile_configs.KERNELS`.
+    """Yield the origin of a configuration and tiles for `tile_configs.KERNELS` instead of `tuning.config`'s choice.
 
     Origins are "default", "separate" (kernels for the pointwise part), "roles" (warp specialization) and, with
     `everything`, all configurations of "tuning".

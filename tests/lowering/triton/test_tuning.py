@@ -328,10 +328,7 @@ class TestTuning:
     ),
 )
 def test_trials_change_nothing(monkeypatch, device, case, keep):
-    """Run every kernel of a call with other configurations first:
-
-    results are bitwise equal, and the next call replays them.
-    """
+    """Run every kernel with other configurations first, which changes no bit, and replay the next call."""
     monkeypatch.setattr(experts, "separate_gradients", lambda *_: False)  # as on a GPU
     torch.manual_seed(0)
     layer = move_layer(device, case(3, 16, 24, torch.float32), torch.float32)

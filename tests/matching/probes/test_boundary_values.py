@@ -1,7 +1,4 @@
-"""Tests on integer inputs that change only above the captured token counts:
-
-guarded if they compare a count, else refused.
-"""
+"""Tests on integer inputs that change only above the captured token counts are guarded or refused."""
 
 from __future__ import annotations
 

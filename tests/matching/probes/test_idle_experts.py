@@ -17,7 +17,7 @@ V = 32
 
 
 class Asking(Loop):
-    """Args: asks: whether an expert with this token mask runs; body: changes its output."""
+    """Run an expert if `asks` accepts its token mask, and change its output by `body`."""
 
     def __init__(self, asks, body=lambda y, mask: y, choose=lambda ids: ids % E):
         super().__init__(Mlp)

@@ -356,7 +356,7 @@ class TestNormalForm:
         assert T.pw("cast", a, dtype="float32") is not T.pw("cast", a, dtype="bfloat16")
 
     def test_rows_that_are_overwritten_at_once_are_distinguished(self):
-        """Keep all rows written to one position apart from the last: gradients reach all of them."""
+        """Distinguish rows that one op writes to the same position: gradients reach all of them, not only the last."""
         T = Terms()
         base, new = T.make("param", ("b",), (3, 2)), T.make("param", ("n",), (2, 2))
         out = T.put(base, (0,), torch.tensor([[1, 1]]), new, False)

@@ -46,7 +46,7 @@ def test_zero_bubble_h1_has_a_third_of_it():
 
 
 def test_zero_bubble_h2_has_none_within_a_stage():
-    """With 2 PP - 1 micro-batches no stage waits.
+    """No stage waits with 2 PP - 1 micro-batches.
 
     Each stage starts a forward after the previous one, which adds PP - 1 forwards to a step, unless the next step
     starts on a stage before the others are done (an optimizer without a barrier: arXiv 2401.10241 section 4). The
