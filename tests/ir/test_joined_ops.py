@@ -133,7 +133,7 @@ def test_a_default_device_is_no_mode_that_looks_at_ops(compiled):
 
 
 def test_unused_results_have_no_number_of_another(compiled):
-    """Number results of `build_pft` without its last one, which needs a gradient and is unused, before `dispatch`."""
+    """Do not number the unused last result of `build_pft`, which needs a gradient, among the inputs of `dispatch`."""
     graph = fx.Graph()
     ids, weights, x = map(graph.placeholder, ("ids", "weights", "x"))
     pft = graph.call_function(torch.ops.moefx.build_pft.default, (ids, weights, None), {"num_experts": E})

@@ -149,7 +149,7 @@ def test_capacities_of_floats(places, dynamic):
 
 
 def test_roots_of_sizes_do_not_compile_again():
-    """Compile as often as torch alone, which is once except with 2.11."""
+    """Compile as many graphs as torch alone, which recompiles only with 2.11."""
     module = Limited(lambda batch, length: int(math.sqrt(batch * length)))
 
     def compiled(**how):
