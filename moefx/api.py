@@ -235,7 +235,7 @@ def _describe_refusals(model: nn.Module, survey: Survey) -> str:
 
 
 def _count_providers() -> tuple[tuple[str, str, int], ...]:
-    """Each (op, provider) that ran in this process, with the number of its calls."""
+    """List each (op, provider) that ran in this process, with the number of its calls."""
     from .ir import op_providers
 
     return tuple((op, provider, n) for (op, provider), n in sorted(op_providers.counters().items()))

@@ -73,7 +73,8 @@ def is_float_tensor(t: Any) -> bool:
 
 
 def distance(a: Tensor, b: Tensor) -> Tensor:
-    """|a - b| per element: 0 for equal infinities (scores of masked experts), infinite if only one is infinite."""
+    """Return |a - b| per element: 0 for equal infinities (scores of masked experts), infinite if only one is
+    infinite."""
     return torch.where(a == b, 0.0, (a.double() - b.double()).abs()).nan_to_num(nan=float("inf"))
 
 

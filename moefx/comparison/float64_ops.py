@@ -15,7 +15,7 @@ aten = torch.ops.aten
 def grouped_mm(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """`torch.nn.functional.grouped_mm` in float64: one matrix product per group.
+    """Compute `torch.nn.functional.grouped_mm` in float64: one matrix product per group.
 
     Args:
         a, b: [T,K] and [G,K,N], groups of rows -> [T,N]; [G,M,K] and [K,T], groups of columns -> [M,T];

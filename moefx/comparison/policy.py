@@ -265,7 +265,7 @@ def _drop_infinite(errors: Sequence[float]) -> list[float]:
 
 
 def _match_finiteness(a: Tensor, b: Tensor) -> Tensor:
-    """Elementwise: both finite, both NaN, or the same infinity."""
+    """Test elementwise: both finite, both NaN, or the same infinity."""
     return (a.isfinite() & b.isfinite()) | (a.isnan() & b.isnan()) | (a.isinf() & (a == b))
 
 

@@ -39,7 +39,8 @@ SECOND_BACKWARD = " (second backward)"  # suffix of the names of its gradients
 
 
 def leaves(tree: Any, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
-    """(path, tensor or number) of each leaf of containers, dataclasses and plain objects such as a key-value cache."""
+    """Yield (path, tensor or number) of each leaf of containers, dataclasses and plain objects such as a key-value
+    cache."""
     seen = set() if seen is None else seen
     if is_passed(tree):  # a passed object may imitate the class of a number
         return
@@ -369,7 +370,7 @@ def _make_cotangent(t: Tensor, seed: int) -> Tensor:
 
 
 def _read_state(module: nn.Module) -> dict[Key, Tensor]:
-    """Buffers, and tensors and numbers in plain attributes of modules, such as a recorded auxiliary loss."""
+    """Read buffers, and tensors and numbers in plain attributes of modules, such as a recorded auxiliary loss."""
     state: dict[Key, Tensor] = {("buffer", n): b.detach().clone() for n, b in module.named_buffers()}
     for prefix, sub in module.named_modules():
         for name, value in vars(sub).items():

@@ -165,7 +165,8 @@ def measure(models: dict[str, Any], names: list[str], ids: Tensor, labels: Tenso
 
 
 def measure_policies(block: nn.Module, history: History, x: Tensor) -> dict[str, int]:
-    """Bytes that one block saves for its backward on x: as written, and rewritten under each save policy."""
+    """Measure the bytes that one block saves for its backward on x: as written, and rewritten under each save
+    policy."""
     exclude = parameters_and_buffers(block)
     saved = {"original": saved_bytes(lambda: block(x), exclude)}
     fused = history["fuse"].graph.copy()

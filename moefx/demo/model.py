@@ -111,7 +111,7 @@ class Attention(nn.Module):
         self.register_buffer("sin", angle.sin(), persistent=False)
 
     def rotate(self, x: Tensor) -> Tensor:
-        """Rotary position embedding of x[N, heads, T, D/heads]."""
+        """Apply a rotary position embedding to x[N, heads, T, D/heads]."""
         a, b = x.chunk(2, dim=-1)
         cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
         return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)

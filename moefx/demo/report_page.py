@@ -93,7 +93,7 @@ def svg(width: int, height: int, label: str, parts: Sequence[str]) -> str:
 
 
 def bars(values: dict[str, int], label: str) -> str:
-    """Horizontal bars, the first in the colour of the original."""
+    """Draw horizontal bars, the first in the colour of the original."""
     width, height, left, right = 720, 28, 130, 90
     scale = (width - left - right) / (max(values.values()) or 1)
     parts = []
@@ -108,7 +108,7 @@ def bars(values: dict[str, int], label: str) -> str:
 
 
 def line_chart(curves: dict[str, list[float]], width: int = 720, height: int = 260) -> str:
-    """Loss over steps, one line a series; non-finite values are left out."""
+    """Draw the loss over steps, one line a series; non-finite values are left out."""
     left, right, top, bottom = 52, 12, 12, 34
     finite = [v for curve in curves.values() for v in curve if math.isfinite(v)] or [0.0, 1.0]
     low, span = min(finite), (max(finite) - min(finite)) or 1.0

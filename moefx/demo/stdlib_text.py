@@ -20,7 +20,7 @@ MODULES = (
 
 
 def standard_library_text(num_bytes: int = 1_000_000) -> bytes:
-    """At most `num_bytes` of the standard library's source, module after module; missing files are skipped.
+    """Read at most `num_bytes` of the standard library's source, module after module; missing files are skipped.
 
     Raises:
         FileNotFoundError: Python was installed without its source.
@@ -37,7 +37,7 @@ def standard_library_text(num_bytes: int = 1_000_000) -> bytes:
 
 
 def batches(text: bytes, *, batch: int, context: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless pairs of int64 (ids[batch, context], labels[batch, context]); a label is the next byte.
+    """Yield endless pairs of int64 (ids[batch, context], labels[batch, context]); a label is the next byte.
 
     The same seed gives the same batches.
     """

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 
 def saved_bytes(forward: Callable[[], Any], exclude: Iterable[Tensor] = ()) -> int:
-    """Bytes of the distinct storages that autograd saves while `forward` runs, those of `exclude` left out.
+    """Count the bytes of the distinct storages that autograd saves while `forward` runs, those of `exclude` left out.
 
     A storage counts in full however small the saved view is: that is what stays allocated.
     """
@@ -34,7 +34,7 @@ def saved_bytes(forward: Callable[[], Any], exclude: Iterable[Tensor] = ()) -> i
 def side_by_side(
     runs: dict[str, Callable[[], Any]], *, repeats: int, progress: Callable[[int], None] = lambda _: None
 ) -> dict[str, float]:
-    """Median seconds of each run; the runs take turns, so that a busy machine slows all of them alike."""
+    """Measure the median seconds of each run; the runs take turns, so that a busy machine slows all of them alike."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run()
@@ -73,7 +73,7 @@ def block_inputs(model: nn.Module, names: Iterable[str], *args: Any) -> dict[str
 
 
 def detach(value: Any) -> Any:
-    """Leaves of a graph of their own: floating-point tensors come back requiring a gradient."""
+    """Detach tensors: they become leaves, and floating-point tensors require a gradient."""
     return tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.is_floating_point()), value)
 
 

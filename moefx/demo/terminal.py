@@ -43,7 +43,7 @@ def chart(
     height: int = 12,
     names=("first", "second"),
 ) -> str:
-    """Two curves over the same steps: `1` and `2` where they differ, `o` where they fall on one cell."""
+    """Draw two curves over the same steps: `1` and `2` where they differ, `o` where they fall on one cell."""
     values = [v for v in (*first, *second) if math.isfinite(v)]
     if not values:
         return "(no finite values)"
@@ -68,7 +68,7 @@ def chart(
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Left-aligned first column, right-aligned numbers."""
+    """Format a table with a left-aligned first column and right-aligned numbers."""
     columns = list(zip(header, *rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     lines = []

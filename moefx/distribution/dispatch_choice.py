@@ -78,7 +78,7 @@ def _choose_dispatch(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tupl
 
 
 def is_gather_open(axis: ExpertAxis, plan: Plan) -> bool:
-    """Whether "auto" may choose "gather": several ranks at one level, whose hosts run ahead of their devices.
+    """Return whether "auto" may choose "gather": several ranks at one level, whose hosts run ahead of their devices.
 
     On the CPU the host computes too, so it waits for no device, and "gather" only moves more rows.
     """
@@ -106,7 +106,7 @@ def _has_reduce_scatter(axis: ExpertAxis) -> bool:
 
 
 def _token_bytes(result: BlockRewrite) -> float:
-    """Bytes of a token's values in an exchange."""
+    """Count the bytes of a token's values in an exchange."""
     gathers = RoutedRegion.of(result.graph).gathers
     values = [n.args[0].meta.get("val") for n in gathers]  # type: ignore[union-attr]
     return float(sum(int(v.shape[-1]) * v.element_size() for v in values[:1] if v is not None))

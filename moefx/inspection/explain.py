@@ -219,7 +219,7 @@ def merge_refusals(refused: Iterable[Refusal]) -> list[Refusal]:
 
 
 def _format_expert(expert: str) -> str:
-    """`silu(g)*u | y*w` -> `up -> silu(g)*u -> down = y -> y*w`."""
+    """Format `silu(g)*u | y*w` as `up -> silu(g)*u -> down = y -> y*w`."""
     if "(" not in expert and " | " not in expert and "*" not in expert:
         return expert
     texts = []
@@ -230,6 +230,6 @@ def _format_expert(expert: str) -> str:
 
 
 def _format_names(names: tuple[str, ...]) -> str:
-    """`model.layers.1.mlp ... model.layers.47.mlp (47)` for many, all names for few."""
+    """Format names: `model.layers.1.mlp ... model.layers.47.mlp (47)` for many, all names for few."""
     shown = [n or "(the model itself)" for n in names]
     return ", ".join(shown) if len(shown) <= 2 else f"{shown[0]} ... {shown[-1]} ({len(shown)} blocks)"

@@ -127,7 +127,7 @@ def _highlight_comment(text: str) -> str:
 
 
 def _build_bars(values: Mapping[str, float]) -> str:
-    """Bytes kept for the backward, one bar per checkpoint policy."""
+    """Draw the bytes kept for the backward, one bar per checkpoint policy."""
     left, scale, height = 150, 520 / (max(values.values()) or 1), 26
     rows = []
     for i, (name, value) in enumerate(values.items()):

@@ -100,7 +100,7 @@ def _find_producer(node: Node) -> Node:
 
 
 def _describe_node(node: Node) -> tuple[str, list[str], str]:
-    """Title, details and kind of a node on its own."""
+    """Return title, details and kind of a node on its own."""
     shape = [format_value(_find_first_result(node))]
     if node.op == "placeholder":
         return node.name, shape, "input"

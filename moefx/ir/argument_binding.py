@@ -87,7 +87,7 @@ class Binding:
     objects: tuple[Path, ...] = ()
 
     def indices(self, key: Specialization) -> tuple[int, ...]:
-        """Positions of the placeholders' values among the leaves of a call that `key` admits."""
+        """Return the positions of the placeholders' values among the leaves of a call that `key` admits."""
         position = {path: i for i, (path, _) in enumerate(key.arguments)}
         return tuple(position[path] for path in self.paths)
 
@@ -259,7 +259,7 @@ def make_signature_binder(block: torch.nn.Module) -> Callable[..., tuple[tuple[s
 
 
 def format_path(path: Path) -> str:
-    """`("kwargs", "pair", 1)` -> `"kwargs['pair'][1]"`, `("hidden_states",)` -> `"hidden_states"`."""
+    """Format a path: `("kwargs", "pair", 1)` -> `"kwargs['pair'][1]"`, `("hidden_states",)` -> `"hidden_states"`."""
     return str(path[0]) + "".join(f"[{part!r}]" for part in path[1:])
 
 

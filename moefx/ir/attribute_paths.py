@@ -56,7 +56,7 @@ def read_range(owner: nn.Module, stem: str, start: int, stop: int, after: str) -
 
 
 def attribute_expression(root: str, path: str) -> str:
-    """`("self", "experts.0.w")` -> `getattr(self.experts, "0").w`.
+    """Build an expression: `("self", "experts.0.w")` -> `getattr(self.experts, "0").w`.
 
     `getattr` works for every container (ModuleList, ModuleDict, ParameterList), and it returns the current attribute
     after FSDP or `load_state_dict(assign=True)` replaced it.

@@ -99,7 +99,7 @@ def attribute_name(node: Node) -> str:
 
 
 def format_attribute_path(path: str) -> str:
-    """`experts.0.w` -> `experts[0].w`."""
+    """Format a path: `experts.0.w` -> `experts[0].w`."""
     return re.sub(r"\.(\d+)(?=\.|$|\[)", r"[\1]", path)
 
 

@@ -83,7 +83,7 @@ def print_block(block: BlockGraph) -> str:
 
 
 def print_lines(block: BlockGraph) -> list[Line]:
-    """One `Line` for each node that is not folded into another line."""
+    """Return one `Line` for each node that is not folded into another line."""
     return _Printer(block).lines()
 
 

@@ -39,7 +39,7 @@ def get_op_name(node: Node) -> str:
 
 
 def format_target(node: Node) -> str:
-    """`"aten::mm"` for any overload of an op, `"linear"` for a function, the attribute path otherwise."""
+    """Return `"aten::mm"` for any overload of an op, `"linear"` for a function, the attribute path otherwise."""
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.name
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
@@ -58,7 +58,7 @@ def format_value(node: Node) -> str:
 
 
 def format_dtype(dtype: torch.dtype | None) -> str:
-    """`torch.bfloat16` -> `"bf16"`."""
+    """Format a dtype: `torch.bfloat16` -> `"bf16"`."""
     name = str(dtype).removeprefix("torch.")
     for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
         if name.startswith(long) and name != long:

@@ -174,12 +174,12 @@ def write_function(name: str, parameters: Sequence[str], results: Sequence[Any])
 
 
 def list_symbols(formula: Any) -> set[str]:
-    """Names of the variables in a formula."""
+    """List the names of the variables in a formula."""
     return {s.name for s in _operands_first([formula]) if s.is_Symbol}
 
 
 def _operands_first(formulas: Sequence[Any]) -> list[Any]:
-    """Each subexpression once, operands first. Not recursive, because formulas may be nested deeply."""
+    """Yield each subexpression once, operands first. Not recursive, because formulas may be nested deeply."""
     order: dict[Any, None] = {}
     stack = [(f, False) for f in reversed(formulas)]
     while stack:

@@ -131,8 +131,8 @@ class Platform:
 
     def network_of(self, group: int, stride: int = 1) -> Network:
         """Return the coarsest network between `group` ranks that are `stride` apart."""
-        reach = (group - 1) * stride + 1
-        return next((n for n in self.networks if not n.ranks or reach <= n.ranks), self.networks[-1])
+        span = (group - 1) * stride + 1
+        return next((n for n in self.networks if not n.ranks or span <= n.ranks), self.networks[-1])
 
     def levels(self, group: int, stride: int = 1) -> tuple[tuple[int, ...], tuple[Network, ...]]:
         """Return the levels of a group of ranks `stride` apart, as (sizes, networks), coarse to fine.

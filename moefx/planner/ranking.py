@@ -257,7 +257,7 @@ def plan(
         batch: sequences of a step, over all GPUs.
         tokens: tokens of a sequence.
         most_sequences: largest number of sequences in a micro-batch.
-        fast_domain: largest reach of an expert axis in GPUs; None: the platform's figure, 0: any.
+        fast_domain: largest span of an expert axis in GPUs; None: the platform's figure, 0: any.
         schedules: pipeline schedules to choose from: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2".
         example_inputs: for a module only: its example inputs, as for `moefx.compile`.
 

@@ -84,9 +84,9 @@ def search_layouts(
         )
         remedy = "`python -m moefx bench platform --base NAME` takes the networks beyond from another platform"
         raise InvalidPlan(f"platform {platform.name} has too few ranks for {num_ranks} GPUs: {beyond}. {remedy}")
-    reach = platform.fast_domain if fast_domain is None else fast_domain
+    max_span = platform.fast_domain if fast_domain is None else fast_domain
     rejected, shortages = _Reasons(), _Shortages()
-    request = SearchRequest(batch, tokens, most_sequences, reach, schedules)
+    request = SearchRequest(batch, tokens, most_sequences, max_span, schedules)
     entries = list(_list_entries(model, platform, num_ranks, request, rejected, shortages))
     there = {_size_key(entry.layout) for entry in entries}
     reasons = [Rejected(tuple(map(dict, sizes)), why) for why, sizes in rejected.items()]
@@ -118,15 +118,17 @@ def _list_entries(
     shortages: _Shortages,
 ) -> Iterator[Entry]:
     """Yield all layouts that fit, unordered. Adds the reasons against the others to `rejected` and `shortages`."""
-    reach = request.fast_domain
+    max_span = request.fast_domain
     for layout in _list_layouts(model, platform, num_ranks, request, rejected):
         least = layout.tp if layout.ssmb else 1  # ranks that are neighbours in both placements
         placements = [first for first in (True, False) if first or least < layout.ep < layout.tp * layout.dp]
         near = [
-            first for first in placements if not reach or layout.ep == 1 or _compute_axis_reach(layout, first) <= reach
+            first
+            for first in placements
+            if not max_span or layout.ep == 1 or _compute_axis_span(layout, first) <= max_span
         ]
         if not near:
-            _reject(rejected, f"crosses the fast domain of {reach} ranks (Piper eq. 10)", EP=layout.ep)
+            _reject(rejected, f"crosses the fast domain of {max_span} ranks (Piper eq. 10)", EP=layout.ep)
             continue
         dispatches = {first: choose_layout_dispatch(model, layout, platform, first) for first in near}
         orders = _list_schedules(model, layout, request.schedules)
@@ -220,7 +222,7 @@ def _build_entry(
     return Entry(layout, experts_first, memory, step, find_units_above(layout, platform, experts_first))
 
 
-def _compute_axis_reach(layout: Layout, experts_first: bool) -> int:
+def _compute_axis_span(layout: Layout, experts_first: bool) -> int:
     """Number of ranks from the first to the last rank of an expert axis."""
     return layout.ep if experts_first else (layout.ep - 1) * layout.expert_replicas + 1
 

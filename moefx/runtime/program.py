@@ -15,7 +15,7 @@ from ..ir.guards.stored_values import list_comparisons
 
 
 def _format_attribute_expression(where: AttributeLocation) -> str | None:
-    """Python source that reads an attribute of `self`; None if its name is no identifier."""
+    """Return Python source that reads an attribute of `self`; None if its name is no identifier."""
     owners, names = filter(None, where.module.split(".")), filter(None, [where.name, *where.inner.split(".")])
     parts = [("_modules", p) for p in owners] + [("_parameters", p) for p in names]
     if not all(p.isidentifier() or p.isdigit() for _, p in parts):

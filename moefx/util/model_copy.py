@@ -64,7 +64,7 @@ def _copy_model(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]
 
 
 def _iterate_shared(module: nn.Module) -> Iterator[Any]:
-    """Tensors and process groups among a module's own attributes."""
+    """Yield tensors and process groups among a module's own attributes."""
     for registered in (module._parameters, module._buffers):
         yield from (t for t in registered.values() if t is not None)
     for value in module.__dict__.values():
@@ -136,7 +136,7 @@ def _rebind_closures(module: nn.Module, memo: dict[int, Any]) -> None:
 
 
 def _rebind(value: Any, memo: dict[int, Any]) -> Any:
-    """`value` with modules of the original replaced by their copies; `value` itself if it refers to none."""
+    """Return `value` with modules of the original replaced by their copies; `value` itself if it refers to none."""
     if not _refers_to_original(value, memo, set()):
         return value
     if isinstance(value, types.MethodType):

@@ -24,7 +24,7 @@ def has_values(t: torch.Tensor) -> bool:
 
 
 def map_tensors(tree: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
-    """`tree_map_only(Tensor)` for the containers that op arguments are made of; several times faster."""
+    """Map tensors: `tree_map_only(Tensor)` for the containers that op arguments are made of; several times faster."""
     kind = type(tree)
     if kind in _LITERALS:
         return tree

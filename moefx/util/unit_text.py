@@ -6,7 +6,7 @@ _BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def format_bytes(num_bytes: float) -> str:
-    """1536 -> `1.5 KiB`."""
+    """Format bytes: 1536 -> `1.5 KiB`."""
     return amount(num_bytes, "B")
 
 

@@ -8,7 +8,7 @@ from ..comparison.rank_shares import Shares
 
 
 def find_shares(compiled: nn.Module) -> Shares | None:
-    """This rank's part; None for a model that is not spread over a mesh."""
+    """Return this rank's part; None for a model that is not spread over a mesh."""
     from ..distribution.expert_layouts import find_expert_layouts  # torch.distributed is not in every build
 
     stacked, here, elsewhere, group, sequence = {}, set(), set(), "", None

@@ -52,7 +52,7 @@ class LaterCall:
     backward: bool = True
 
     def apply_to(self, options: RunOptions) -> RunOptions:
-        """Options for a run of this call."""
+        """Return the options for a run of this call."""
         return dataclasses.replace(options, layout=self.layout, backward=self.backward)
 
     def __str__(self) -> str:
@@ -151,7 +151,7 @@ class CallPlanner:
             yield LaterCall(inputs, _count_tokens(interpretation, sizes), True, layout, backward)
 
     def _iterate_sizes(self, interpretation: Arguments) -> Iterator[tuple[Sizes, bool, Layout]]:
-        """(sizes, whether to run the backward, layout) of each call.
+        """Yield (sizes, whether to run the backward, layout) of each call.
 
         Yields the requested counts, else one count below the given one, a few small ones, and one above.
         """
@@ -187,7 +187,7 @@ class CallPlanner:
             )
 
     def _draw_sizes(self, interpretation: Arguments, draw: _Draw, seen: Sequence[int]) -> Sizes | None:
-        """Sizes whose token count adds the most new remainders; ties are broken at random."""
+        """Draw sizes whose token count adds the most new remainders; ties are broken at random."""
         order = torch.randperm(len(draw.candidates), generator=self.generator).tolist()
         proposals = [
             _choose_sizes(interpretation, -(-draw.candidates[i] // interpretation.tokens_per_unit)) for i in order
@@ -219,7 +219,7 @@ class CallPlanner:
 
 
 def resize_inputs(inputs: Inputs, interpretation: Arguments, sizes: Sizes, generator: torch.Generator) -> Inputs:
-    """Inputs of other sizes: cut or repeat the given ones, and shuffle them along each token axis."""
+    """Make inputs of other sizes: cut or repeat the given ones, and shuffle them along each token axis."""
     flat, spec = pytree.tree_flatten(inputs)
     order = {}
     for dim, size in interpretation.sizes.items():
@@ -227,7 +227,7 @@ def resize_inputs(inputs: Inputs, interpretation: Arguments, sizes: Sizes, gener
         order[dim] = mixed[torch.arange(sizes[dim]) % size]
 
     def index(name: str) -> Tensor:
-        """Indices into the given inputs along an axis such as `S`, `B*S` or `B*10`."""
+        """Return indices into the given inputs along an axis such as `S`, `B*S` or `B*10`."""
         indices = torch.zeros(1, dtype=torch.int64)
         for part in name.split("*"):
             size = int(part) if part.isdigit() else interpretation.sizes[part]
@@ -249,7 +249,7 @@ def resize_inputs(inputs: Inputs, interpretation: Arguments, sizes: Sizes, gener
 
 
 def _choose_sizes(interpretation: Arguments, units: int) -> Sizes:
-    """Sizes whose product is about `units`. Only the first axis may be longer than given."""
+    """Choose sizes whose product is about `units`. Only the first axis may be longer than given."""
     first, *inner = interpretation.dims
     num_outer = max(1, -(-units // math.prod(interpretation.sizes[dim] for dim in inner))) if inner else units
     num_outer = next((n for n in range(num_outer, 2 * num_outer + 2) if units % n == 0), num_outer)

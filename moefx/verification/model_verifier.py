@@ -102,7 +102,8 @@ class ModelVerifier:
         self.rows += build_path_rows(self.ran, NOTHING_REWRITTEN)
 
     def build_options(self, seed: int, grads: bool, loss: Any) -> RunOptions:
-        """Options of a run. Leaves out a second backward over a mesh, because it would need more collectives."""
+        """Build the options of a run. Leaves out a second backward over a mesh, because it would need more
+        collectives."""
         return RunOptions(seed, grads, loss, has_second_backward=grads and self.shares is None)
 
     def compare_blocks(self, calls: Mapping[str, Inputs], options: RunOptions, case: str, routings: bool) -> None:
@@ -249,7 +250,7 @@ class ModelVerifier:
         return "also wrong as the first call of fresh copies, so the token count or the values matter"
 
     def iterate_block_inputs(self, name: str, call: Inputs, seed: int, routings: bool) -> Iterator[tuple[str, Inputs]]:
-        """Inputs for a block, with a suffix for the case. Skips the given call of block "", the model."""
+        """Yield inputs for a block, with a suffix for the case. Skips the given call of block "", the model."""
         for state, inputs in router_states(call, seed):
             if state == GIVEN and name:
                 yield "", inputs
@@ -298,7 +299,7 @@ def add_calls(ran: Counter[str], now: CallCounts, before: CallCounts) -> None:
 
 
 def build_path_rows(ran: Mapping[str, Counter[str]], nothing: str) -> list[Row]:
-    """Rows that fail unless each block ran its rewritten code in every call.
+    """Build rows that fail unless each block ran its rewritten code in every call.
 
     Args:
         nothing: the note of the failed row if no block is rewritten.
@@ -314,7 +315,7 @@ def build_path_rows(ran: Mapping[str, Counter[str]], nothing: str) -> list[Row]:
 
 
 def _check_initial_state(compiled: nn.Module, reference: nn.Module, shares: Shares | None) -> list[Row]:
-    """Failed rows for differences before any run: names, weights, buffers or modes."""
+    """Return failed rows for differences before any run: names, weights, buffers or modes."""
     rows = []
     is_graph_of_it = is_graph(compiled, reference)
     stacked, elsewhere = (shares.stacked, shares.elsewhere) if shares else ({}, frozenset())

@@ -25,7 +25,7 @@ LEGEND = (
 
 
 def format_report(report: VerifyReport) -> str:
-    """One line for each (block, kind) with its worst tensor, the routing of each block, and the failures."""
+    """Format one line for each (block, kind) with its worst tensor, the routing of each block, and the failures."""
     rows, failed = report.rows, report.failed
     blocks = list(dict.fromkeys(row.block for row in rows))
     verdict = "passed" if report.ok else f"FAILED, {len(failed)} of {len(rows)} comparisons"

@@ -84,7 +84,7 @@ def _iterate_numbers(block: nn.Module) -> Iterator[int]:
 
 
 def _derive_costs(numbers: list[int]) -> dict[int, int]:
-    """Costs of products, quotients, sums and differences of two numbers, and of small multiples of one."""
+    """Derive the costs of products, quotients, sums and differences of two numbers, and of small multiples of one."""
     costs: dict[int, int] = {}
     for a, b in itertools.combinations_with_replacement(numbers, 2):
         costs |= dict.fromkeys((a + b, b - a), SUM)

@@ -80,7 +80,7 @@ class RoutedInt(_RoutedNumber, torch.SymInt):
     _is = int
 
     def __index__(self) -> int:
-        """Python indexes by it. Ops get the plain number another way."""
+        """Return the plain number for an index in Python. Ops get it another way."""
         self.log.log_leak(self.expr)
         self.log.log_key()
         return self.value

@@ -134,7 +134,7 @@ class Size(Number, torch.SymInt):
         )  # fmt: skip
 
     def __index__(self) -> int:
-        """Python indexes by it. Ops get the plain number another way."""
+        """Return the plain number for an index in Python. Ops get it another way."""
         self.log.log_leak(self.expr)
         return self.value
 

@@ -77,7 +77,7 @@ def backend(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """The Dynamo backend: `torch.compile(model, backend="moefx", options={...})`.
+    """Compile a graph, as the Dynamo backend: `torch.compile(model, backend="moefx", options={...})`.
 
     Args:
         options: fields of a `Plan`; "backend": the compiler of the resulting graph, a name or a function, "inductor" by
@@ -136,7 +136,7 @@ def _log_findings(gm: fx.GraphModule, regions: GraphRegions, action: str) -> Non
 
 
 def _find_graph_break(gm: fx.GraphModule) -> Any:
-    """Dynamo's reason for ending a graph before the end of a function, or None."""
+    """Return Dynamo's reason for ending a graph before the end of a function, or None."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     return reason if getattr(reason, "graph_break", False) else None
 

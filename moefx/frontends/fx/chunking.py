@@ -24,7 +24,7 @@ def explain_chunks(analysis: GraphAnalysis, bounds: RegionBounds) -> Refused | N
     if not all(map(is_hinted, sizes)):
         return None
     tokens = math.prod(map(get_size_hint, sizes))
-    turns: dict[tuple, list[fx.Node]] = defaultdict(list)
+    chunks_by_source: dict[tuple, list[fx.Node]] = defaultdict(list)
     for n in bounds.inside:
         rows = analysis.tensor(n.args[0]) if n.args and isinstance(n.args[0], fx.Node) else None
         if rows is None or rows.dim() < 2 or not all(map(is_hinted, rows.shape)):
@@ -35,11 +35,11 @@ def explain_chunks(analysis: GraphAnalysis, bounds: RegionBounds) -> Refused | N
             if parts[0].shape[-1] == rows.shape[-1]:
                 return _refuse_chunks(analysis, n, len(parts))
         elif get_op_name(n) in ("getitem", "slice") and _is_range(n, rows, analysis.tensor(n)):
-            turns[n.args[0], find_user_sources(n, analysis.position[n])].append(n)
-    for seeds in turns.values():
-        lengths = [get_size_hint(analysis.value[n].shape[0]) for n in seeds]
-        if len(seeds) > 1 and sum(lengths) == tokens and len({*lengths[:-1]}) == 1:
-            return _refuse_chunks(analysis, seeds[0], len(seeds))
+            chunks_by_source[n.args[0], find_user_sources(n, analysis.position[n])].append(n)
+    for chunks in chunks_by_source.values():
+        lengths = [get_size_hint(analysis.value[n].shape[0]) for n in chunks]
+        if len(chunks) > 1 and sum(lengths) == tokens and len({*lengths[:-1]}) == 1:
+            return _refuse_chunks(analysis, chunks[0], len(chunks))
     return None
 
 

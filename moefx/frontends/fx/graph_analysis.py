@@ -168,7 +168,7 @@ class GraphAnalysis:
         return str(find_user_sources(n, self.position[n])[0])
 
     def find_source_name(self, n: fx.Node) -> str:
-        """Dynamo's source of an input, such as `L['self']._modules['gate']._parameters['weight']`, or ""."""
+        """Return Dynamo's source of an input, such as `L['self']._modules['gate']._parameters['weight']`, or ""."""
         n = self.origins.get(n, n)
         source = getattr(n.meta.get("grapharg"), "source", None) or getattr(n, "_dynamo_source", None)
         name = getattr(source, "name", "")
@@ -223,7 +223,7 @@ class GraphAnalysis:
             return self.value[n]
 
     def _find_number_inputs(self) -> set[fx.Node]:
-        """Inputs that are numbers but no sizes, and numbers computed from them."""
+        """Find inputs that are numbers but no sizes, and numbers computed from them."""
         sizes = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, type(None))
         number_nodes = {n for n in self.nodes if n.op == "placeholder" and not isinstance(self.value.get(n), sizes)}
         for n in self.nodes:
@@ -232,7 +232,7 @@ class GraphAnalysis:
         return number_nodes
 
     def _find_float_inputs(self) -> set[fx.Node]:
-        """Nodes that read a float of the caller whose value is known in this call."""
+        """Find nodes that read a float of the caller whose value is known in this call."""
         items = [n for n in self.nodes if get_op_name(n) == "item" and self._is_float_input(n.all_input_nodes[0])]
         return {n for n in items if isinstance(v := self.value.get(n), torch.SymFloat) and v.node.hint is not None}
 
@@ -291,7 +291,7 @@ class GraphAnalysis:
 
     # ------------------------------------------------------------------ what follows from what
     def _find_weights(self) -> dict[fx.Node, torch.Tensor]:
-        """Parameters and buffers by node. If the graph marks none, inputs that are likely weights."""
+        """Find the parameters and buffers by node. If the graph marks none, inputs that are likely weights."""
         weights: dict[fx.Node, torch.Tensor] = {}
         for n in self.nodes:
             if n.op == "get_attr" and isinstance(t := self.value[n], torch.Tensor):
@@ -341,7 +341,7 @@ class GraphAnalysis:
         self.side_inputs = side_inputs
 
     def _find_token_masks(self) -> set[fx.Node]:
-        """Float inputs with one number per token, such as masks, if another input has a row per token."""
+        """Find float inputs with one number per token, such as masks, if another input has a row per token."""
         inputs = {n: t.shape for n in self.nodes if n.op == "placeholder" and n not in self.weights
                   if (t := self.tensor(n)) is not None and t.is_floating_point()}  # fmt: skip
         tokens = [

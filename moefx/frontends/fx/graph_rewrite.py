@@ -29,7 +29,7 @@ from .region_module import ExtractedRegion, RegionCall, extract_region
 from .region_names import name_region
 from .splice import order_units, splice
 
-_MAX_BOUNDS = 4  # per seed
+_MAX_BOUNDS = 4  # per selection
 _BODY_CALLS = {"tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "invoke_subgraph"}
 
 
@@ -53,7 +53,7 @@ class GraphRegions:
     inside: list[GraphRegions] = dataclasses.field(default_factory=list)
 
     def flatten(self) -> list[GraphRegions]:
-        """This record, and those of the graphs inside."""
+        """Return this record, and those of the graphs inside."""
         return [self, *(f for inner in self.inside for f in inner.flatten())]
 
 
@@ -135,28 +135,28 @@ def find_regions(
     analysis = GraphAnalysis(gm, example_inputs, origins)
     search = RegionSearch(analysis)
     matched: list[tuple[ExtractedRegion, CachedProof]] = []
-    refused: dict[fx.Node, Refusal] = {}  # by seed
+    refused: dict[fx.Node, Refusal] = {}  # by selection
     owner: dict[fx.Node, ExtractedRegion] = {}
     tried: set[tuple[fx.Node, fx.Node]] = set()
     open_lines: dict[str, None] = {}
-    for seed in search.find_seeds():
-        if seed in owner:
+    for selection in search.find_selections():
+        if selection in owner:
             continue
         try:
-            candidates = _list_candidate_bounds(search, seed)
+            candidates = _list_candidate_bounds(search, selection)
         except Exception as error:  # the surrounding graph must not fail for it
-            refused[seed] = build_refusal(error, get_op_name(seed), analysis.find_source_line(seed))
+            refused[selection] = build_refusal(error, get_op_name(selection), analysis.find_source_line(selection))
             continue
-        if not candidates and search.returns_selection(seed):
-            open_lines[analysis.find_source_line(seed)] = None
+        if not candidates and search.returns_selection(selection):
+            open_lines[analysis.find_source_line(selection)] = None
         proven, refusal = _prove_candidates(analysis, candidates, plan, names, owner, tried)
         if proven is not None:
             matched.append(proven)
         elif refusal is not None and refusal.cause is not Cause.NOT_ROUTED:  # otherwise it is sampling or a maximum
-            is_choice = get_op_name(seed) in SELECTION_OPS
-            refused[seed] = refusal if is_choice else _mention_inputs(refusal, candidates, analysis)
-    # Drop refusals of seeds inside a later region, such as the groups that a router selects first.
-    remaining = {(r.name, r.source): r for seed, r in reversed(refused.items()) if seed not in owner}
+            is_choice = get_op_name(selection) in SELECTION_OPS
+            refused[selection] = refusal if is_choice else _mention_inputs(refusal, candidates, analysis)
+    # Drop refusals of selections inside a later region, such as the groups that a router selects first.
+    remaining = {(r.name, r.source): r for selection, r in reversed(refused.items()) if selection not in owner}
     return GraphRegions(
         analysis, matched, list(remaining.values())[::-1], list(open_lines), time.perf_counter() - start
     )
@@ -198,7 +198,7 @@ def _prove_candidates(
             if refusal is None:
                 outside = proof_cache.explain_outside_use(analysis, region, plan) if region is not None else None
                 why = outside or explain_chunks(analysis, bounds) or error
-                refusal = build_refusal(why, name_region(analysis, bounds), analysis.find_source_line(bounds.seed))
+                refusal = build_refusal(why, name_region(analysis, bounds), analysis.find_source_line(bounds.selection))
             continue
         owner.update(removable)
         names.add(region.name)
@@ -222,9 +222,9 @@ def _rename_uniquely(region: ExtractedRegion, names: set[str]) -> ExtractedRegio
     raise AssertionError
 
 
-def _list_candidate_bounds(search: RegionSearch, seed: fx.Node) -> list[RegionBounds]:
-    """Return the bounds to try for a seed, most likely first."""
-    bounds = list(search.iterate_bounds(seed))
+def _list_candidate_bounds(search: RegionSearch, selection: fx.Node) -> list[RegionBounds]:
+    """Return the bounds to try for a selection, most likely first."""
+    bounds = list(search.iterate_bounds(selection))
     wider = [w for e in bounds[:1] if (w := search.widen(e)) is not None]
     return (bounds[:1] + wider + bounds[1:])[:_MAX_BOUNDS]
 

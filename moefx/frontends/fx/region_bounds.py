@@ -45,14 +45,14 @@ class RegionBounds:
     """The bounds of a region.
 
     Attributes:
-        seed: the node that selects.
+        selection: the node that selects.
         entry: the rows.
         exit: the node after which the results have come together.
         inside: the nodes between, in program order, without the entry, weights and side inputs.
         side_inputs: other values that the region reads, such as masks.
     """
 
-    seed: fx.Node
+    selection: fx.Node
     entry: fx.Node
     exit: fx.Node
     inside: tuple[fx.Node, ...]
@@ -66,38 +66,38 @@ class RegionSearch:
         self.analysis = analysis
         self.dominator = _find_dominators(analysis)
 
-    def find_seeds(self) -> list[fx.Node]:
+    def find_selections(self) -> list[fx.Node]:
         """Return the nodes that select: selection ops first, then comparisons of floats."""
         chosen, compared = find_selections(self.analysis.nodes, self.analysis)
         return chosen + compared
 
-    def iterate_bounds(self, seed: fx.Node) -> Iterator[RegionBounds]:
-        """Yield the bounds of a seed's region, the most likely first."""
+    def iterate_bounds(self, selection: fx.Node) -> Iterator[RegionBounds]:
+        """Yield the bounds of a selection's region, the most likely first."""
         seen: set[tuple[fx.Node, fx.Node]] = set()
-        for exit_ in self._iterate_exits(seed):
-            below = {n for n in self._after_seed}
+        for exit_ in self._iterate_exits(selection):
+            below = {n for n in self._after_selection}
             entry = self.dominator.get(exit_)
             while entry is not None and (entry in below or not self._is_rows(entry)):
                 entry = self.dominator.get(entry)
             if entry is None or (entry, exit_) in seen or self._find_num_tokens(entry) != self._find_num_tokens(exit_):
                 continue
             seen.add((entry, exit_))
-            bounds = self._find_bounds_between(seed, entry, exit_)
+            bounds = self._find_bounds_between(selection, entry, exit_)
             if bounds is not None:
                 yield bounds
             if len(seen) == _MAX_EXITS:
                 return
 
-    def returns_selection(self, seed: fx.Node) -> bool:
+    def returns_selection(self, selection: fx.Node) -> bool:
         """Return whether the graph returns the selected indices, as it does if Dynamo ends the graph there."""
         analysis = self.analysis
-        if get_op_name(seed) not in SELECTION_OPS:
+        if get_op_name(selection) not in SELECTION_OPS:
             return False
         return any(
             analysis.tensor(n) is not None
             and not analysis.is_float(n)
             and any(u.op == "output" for u in analysis.users[n])
-            for n in _find_nodes_after(seed, analysis, _FIRST_WINDOW)[0]
+            for n in _find_nodes_after(selection, analysis, _FIRST_WINDOW)[0]
         )
 
     def widen(self, bounds: RegionBounds) -> RegionBounds | None:
@@ -105,7 +105,7 @@ class RegionSearch:
         entry = self.dominator.get(bounds.entry)
         while entry is not None and not self._is_rows(entry):
             entry = self.dominator.get(entry)
-        return None if entry is None else self._find_bounds_between(bounds.seed, entry, bounds.exit)
+        return None if entry is None else self._find_bounds_between(bounds.selection, entry, bounds.exit)
 
     def _is_rows(self, n: fx.Node) -> bool:
         """Return whether a node's value is a float tensor of two or more axes."""
@@ -118,23 +118,23 @@ class RegionSearch:
         return math.prod(map(get_size_hint, sizes)) if all(map(is_hinted, sizes)) else "*".join(map(str, sizes))
 
     # ------------------------------------------------------------------ exits
-    def _iterate_exits(self, seed: fx.Node) -> Iterator[fx.Node]:
+    def _iterate_exits(self, selection: fx.Node) -> Iterator[fx.Node]:
         """Yield possible exits. The window grows until one is found or nothing is left."""
         window = _FIRST_WINDOW
         while True:
-            exits = list(self._iterate_exits_within(seed, window))
+            exits = list(self._iterate_exits_within(selection, window))
             if exits or not self._is_cut_off:
                 yield from exits
                 return
             window *= 4
 
-    def _iterate_exits_within(self, seed: fx.Node, window: int) -> Iterator[fx.Node]:
-        """Yield possible exits among the first nodes after a seed."""
+    def _iterate_exits_within(self, selection: fx.Node, window: int) -> Iterator[fx.Node]:
+        """Yield possible exits among the first nodes after a selection."""
         analysis = self.analysis
-        following, self._is_cut_off = _find_nodes_after(seed, analysis, window)
-        self._after_seed = set(following)
-        multiplied = self._find_products_after(seed, following)
-        users_left = {n: sum(u in self._after_seed for u in analysis.users[n]) for n in following}
+        following, self._is_cut_off = _find_nodes_after(selection, analysis, window)
+        self._after_selection = set(following)
+        multiplied = self._find_products_after(selection, following)
+        users_left = {n: sum(u in self._after_selection for u in analysis.users[n]) for n in following}
         idle: set[fx.Node] = set()
         unfinished: set[fx.Node] = set()
         exits = 0
@@ -153,16 +153,16 @@ class RegionSearch:
                 if exits == 4 * _MAX_EXITS:
                     return
 
-    def _find_products_after(self, seed: fx.Node, following: list[fx.Node]) -> set[fx.Node]:
+    def _find_products_after(self, selection: fx.Node, following: list[fx.Node]) -> set[fx.Node]:
         """Return the nodes after a selection that contain a product: of a weight and selected rows, or of a weight and
         all rows, computed beside the selection.
         """
         analysis, products, beside = self.analysis, set(), set()
-        before = _find_nodes_before(seed, analysis)
-        first, last = max(0, analysis.position[seed] - _BACK), analysis.position[following[-1]]
+        before = _find_nodes_before(selection, analysis)
+        first, last = max(0, analysis.position[selection] - _BACK), analysis.position[following[-1]]
         for n in analysis.nodes[first:last]:
             are_rows = self._is_rows(n) or isinstance(analysis.value.get(n), (tuple, list))
-            if n not in analysis.active or n in before or n in self._after_seed or not are_rows:
+            if n not in analysis.active or n in before or n in self._after_selection or not are_rows:
                 continue
             if _is_product(n) or any(d in beside for d in analysis.deps[n]):
                 beside.add(n)
@@ -194,19 +194,19 @@ class RegionSearch:
                 stack += [
                     u
                     for u in analysis.users[m]
-                    if u in self._after_seed and analysis.position[u] > analysis.position[now]
+                    if u in self._after_selection and analysis.position[u] > analysis.position[now]
                 ]
         idle |= seen
         return False
 
     # ------------------------------------------------------------------ between entry and exit
-    def _find_bounds_between(self, seed: fx.Node, entry: fx.Node, exit_: fx.Node) -> RegionBounds | None:
+    def _find_bounds_between(self, selection: fx.Node, entry: fx.Node, exit_: fx.Node) -> RegionBounds | None:
         """Return the bounds for an entry and an exit. Writes to tensors from before the region stay in front of
         the region if nothing inside reads them earlier.
         """
-        bounds = self._collect_bounds(seed, entry, exit_, set())
+        bounds = self._collect_bounds(selection, entry, exit_, set())
         writes = self._find_external_writes(bounds) if bounds is not None else set()
-        without = self._collect_bounds(seed, entry, exit_, writes) if writes else None
+        without = self._collect_bounds(selection, entry, exit_, writes) if writes else None
         return bounds if without is None or self._reads_before(without, writes) else without
 
     def _find_external_writes(self, bounds: RegionBounds) -> set[fx.Node]:
@@ -227,9 +227,9 @@ class RegionSearch:
         return bool(self._find_external_writes(bounds)) or any(written & {*analysis.find_storages(a)} for a in early)
 
     def _collect_bounds(
-        self, seed: fx.Node, entry: fx.Node, exit_: fx.Node, outside: set[fx.Node]
+        self, selection: fx.Node, entry: fx.Node, exit_: fx.Node, outside: set[fx.Node]
     ) -> RegionBounds | None:
-        """Collect the nodes between an entry and an exit. None if the seed is not among them.
+        """Collect the nodes between an entry and an exit. None if the selection is not among them.
 
         Args:
             outside: nodes that must stay outside.
@@ -256,13 +256,13 @@ class RegionSearch:
             inside.add(n)
             stack += analysis.deps[n]
             stack += [d for d in analysis.order_deps[n] if d in analysis.active and self._is_below(d, entry)]
-        if seed not in inside:
+        if selection not in inside:
             return None
         inputs |= {n for n in outside if not inside.isdisjoint(n.users)}
         parts = [u for n in inside if isinstance(analysis.value.get(n), (tuple, list)) for u in n.users]
         inside |= {u for u in parts if u.target is operator.getitem and u in analysis.position}
         order = analysis.position.__getitem__
-        return RegionBounds(seed, entry, exit_, tuple(sorted(inside, key=order)), tuple(sorted(inputs, key=order)))
+        return RegionBounds(selection, entry, exit_, tuple(sorted(inside, key=order)), tuple(sorted(inputs, key=order)))
 
     def _is_below(self, n: fx.Node, entry: fx.Node) -> bool:
         """Return whether the entry dominates a node."""
@@ -286,7 +286,7 @@ def find_selections(nodes: Sequence[fx.Node], analysis: GraphAnalysis) -> tuple[
 
 
 def _find_dominators(analysis: GraphAnalysis) -> dict[fx.Node, fx.Node | None]:
-    """Immediate dominators among active nodes. Side inputs do not count as paths into a region."""
+    """Find the immediate dominators among active nodes. Side inputs do not count as paths into a region."""
     dominators: dict[fx.Node, fx.Node | None] = {}
     depth: dict[fx.Node | None, int] = {None: 0}
     for n in analysis.nodes:
@@ -327,10 +327,10 @@ def _uses_indices(n: fx.Node, analysis: GraphAnalysis) -> bool:
     return any(u.args[1] in wanted and u.users for u in parts)
 
 
-def _find_nodes_after(seed: fx.Node, analysis: GraphAnalysis, most: int) -> tuple[list[fx.Node], bool]:
+def _find_nodes_after(selection: fx.Node, analysis: GraphAnalysis, most: int) -> tuple[list[fx.Node], bool]:
     """Return the nodes that depend on a node, itself included, in program order; and whether there are more than
     `most`."""
-    following, seen, heap = [], {seed}, [(analysis.position[seed], seed)]
+    following, seen, heap = [], {selection}, [(analysis.position[selection], selection)]
     while heap:
         _, n = heapq.heappop(heap)
         if n.op == "output":
@@ -345,13 +345,13 @@ def _find_nodes_after(seed: fx.Node, analysis: GraphAnalysis, most: int) -> tupl
     return following, False
 
 
-def _find_nodes_before(seed: fx.Node, analysis: GraphAnalysis) -> set[fx.Node]:
+def _find_nodes_before(selection: fx.Node, analysis: GraphAnalysis) -> set[fx.Node]:
     """Return the nodes that a node depends on, at most `_BACK` positions back."""
     seen: set[fx.Node] = set()
-    stack: list[Any] = [seed]
+    stack: list[Any] = [selection]
     while stack:
         n = stack.pop()
-        if n not in seen and analysis.position[n] >= analysis.position[seed] - _BACK:
+        if n not in seen and analysis.position[n] >= analysis.position[selection] - _BACK:
             seen.add(n)
             stack += analysis.deps[n]
     return seen

@@ -97,7 +97,7 @@ def call_target(target: Any, method: bool, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _histc(t: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`torch.histc`, also for integers on devices that lack it."""
+    """Compute `torch.histc`, also for integers on devices that lack it."""
     if t.is_floating_point():
         return torch.histc(t, *args, **kwargs)
     return torch.histc(t.double(), *args, **kwargs).to(t.dtype)

@@ -94,7 +94,7 @@ def _check_saved_tensors(analysis: GraphAnalysis, bounds: RegionBounds, inside: 
     rows = [
         n
         for n in read
-        if n in analysis.active and analysis.position[n] < analysis.position[bounds.seed] and analysis.is_float(n)
+        if n in analysis.active and analysis.position[n] < analysis.position[bounds.selection] and analysis.is_float(n)
     ]
     for n in (bounds.entry, *rows):
         for w in (w for s in analysis.find_storages(n) for w in analysis.writers[s]):

@@ -210,7 +210,7 @@ def extract_region(analysis: GraphAnalysis, bounds: RegionBounds) -> ExtractedRe
     # Two functions of the user may share a name.
     functions = tuple(n.target for n in bounds.inside if not is_library_call(n))
     key = repr((code.dims, code.outputs, forms, dtypes, calls, outside.autocast)), functions
-    source = analysis.find_source_line(bounds.seed)
+    source = analysis.find_source_line(bounds.selection)
     return ExtractedRegion(
         name_region(analysis, bounds), source, bounds, code, inputs, weights, names, outputs, units, shapes,
         dims.sizes, key, entry.device.type, outside.autocast, tuple(dims.floats.items()),

@@ -91,7 +91,7 @@ def name_region(analysis: GraphAnalysis, bounds: RegionBounds) -> str:
     no modules or that module is the model.
     """
     return ".".join(_find_innermost_module(analysis, bounds)) or re.sub(
-        r"\W", "_", analysis.find_source_line(bounds.seed)
+        r"\W", "_", analysis.find_source_line(bounds.selection)
     )
 
 

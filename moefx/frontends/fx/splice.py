@@ -155,8 +155,8 @@ def _pair_random_ops(analysis: GraphAnalysis, unit_of: dict[fx.Node, ExtractedRe
 def _pair_outside_writes(
     analysis: GraphAnalysis, region: ExtractedRegion, inside: set[fx.Node]
 ) -> list[tuple[list[fx.Node], list[fx.Node]]]:
-    """For each storage that the region reads: the outside writes before its last read, and those after its first read.
-    The call reads all inputs at once, so a write in both lists makes a cycle.
+    """List, for each storage that the region reads, the outside writes before its last read, and those after its first
+    read. The call reads all inputs at once, so a write in both lists makes a cycle.
     """
     pairs = []
     for d in (*region.inputs, *region.weights):

@@ -157,7 +157,7 @@ class StoredObject(StoredFieldNames):
 
 
 def _public_fields(obj: Any) -> frozenset[str]:
-    """Names of an object's fields, since code may ask which exist. Private fields do not count."""
+    """Return the names of an object's fields, since code may ask which exist. Private fields do not count."""
     return frozenset(name for name in getattr(obj, "__dict__", ()) if not name.startswith("_"))
 
 

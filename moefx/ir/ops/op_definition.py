@@ -294,7 +294,7 @@ def unpack_saved(ctx: Any) -> Sequence[Any]:
 
 
 def op(schema: str, *, contract: str, keeps_activations: bool = False) -> Callable[[Callable[..., Any]], Op]:
-    """Decorator: `Op(schema, ..., reference=the decorated function)`."""
+    """Return a decorator that makes `Op(schema, ..., reference=the decorated function)`."""
     return lambda reference: Op(schema, contract=contract, reference=reference, keeps_activations=keeps_activations)
 
 

@@ -21,7 +21,7 @@ _K_BLOCK = 512
 
 
 def linear(left: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """left @ w.t() + bias."""
+    """Compute left @ w.t() + bias."""
     if not _use_onednn(left, w):
         return left @ w.t() if bias is None else torch.addmm(bias, left, w.t())
     if left.shape[1] <= _K_BLOCK:

@@ -188,7 +188,7 @@ class Backward:
         return by_out["y"]
 
     def _output_dot(self, group: Group, product: Tensor, act: Tensor, grad: Tensor, scale: Scale | None) -> Tensor:
-        """<dO, y> for each row, [n,1], in float32 at least. `product` includes the mantissa of the scale."""
+        """Compute <dO, y> for each row, [n,1], in float32 at least. `product` includes the mantissa of the scale."""
         dtype = torch.promote_types(product.dtype, torch.float32)
         dot = (cast_tensor(dtype, product) * act).sum(1, keepdim=True)
         if scale is not None:
@@ -198,7 +198,7 @@ class Backward:
         return dot
 
     def _hidden_gradients(self, hidden: Sequence[Tensor], by_act: dict[str, Tensor]) -> list[Tensor]:
-        """Gradients of the up-projections from the gradients of their slices, the parts."""
+        """Compute the gradients of the up-projections from the gradients of their slices, the parts."""
         result = []
         for g, h in enumerate(hidden):
             parts = [(f"a{i}", slice(*part)) for i, (group, *part) in enumerate(self.call.body.parts) if group == g]

@@ -126,5 +126,5 @@ class ByRow:
 
 
 def cast_tensor(dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    """`tensor.to(dtype)`, without its microsecond of overhead if the dtype is right already."""
+    """Return `tensor.to(dtype)`, without its microsecond of overhead if the dtype is right already."""
     return tensor if tensor.dtype is dtype else tensor.to(dtype)

@@ -52,7 +52,7 @@ def _readable(w: Tensor) -> bool:
 
 
 def _gemm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """[B,n] @ [E,n,m] in blocks of rows, or [n,B] @ [B,m] -> [E,n,m] in blocks of the inner dimension."""
+    """Multiply [B,n] @ [E,n,m] in blocks of rows, or [n,B] @ [B,m] -> [E,n,m] in blocks of the inner dimension."""
     return torch.nn.functional.grouped_mm(left, right, offs=ends)
 
 

@@ -245,20 +245,20 @@ class SegmentGemms:
         return out
 
     def add_bias(self, group: Group, rows: Tensor, bias: Sequence[Tensor] | None) -> Tensor:
-        """rows[r] += bias[e], in place."""
+        """Add rows[r] += bias[e], in place."""
         if bias is not None:
             for e, part in zip(group.experts, group.split(rows), strict=True):
                 part += bias[e].to(part.dtype)
         return rows
 
     def dot_bias(self, group: Group, rows: Tensor, bias: Sequence[Tensor]) -> Tensor:
-        """<rows[r], bias[e]>, [n,1], in float32 at least."""
+        """Compute <rows[r], bias[e]>, [n,1], in float32 at least."""
         wide = torch.promote_types(rows.dtype, torch.float32)
         parts = zip(group.experts, group.split(rows), strict=True)
         return torch.cat([(part.to(wide) @ bias[e].to(part.dtype).to(wide))[:, None] for e, part in parts])
 
     def sum_rows(self, group: Group, rows: Tensor, out: Any, dtype: torch.dtype) -> Any:
-        """out[e] = sum of the rows of e, in `dtype`."""
+        """Compute out[e] = sum of the rows of e, in `dtype`."""
         for e, part in zip(group.experts, group.split(group.drop_padding(rows)), strict=True):
             out[e] = part.sum(0).to(dtype)
         return out

@@ -103,7 +103,7 @@ def _release_idle_threads() -> None:
 
 @functools.cache
 def _openmp_pause() -> Callable[[int], int] | None:
-    """OpenMP 5's `omp_pause_resource_all`, or None if the process does not have it."""
+    """Return OpenMP 5's `omp_pause_resource_all`, or None if the process does not have it."""
     try:
         return ctypes.CDLL(None).omp_pause_resource_all
     except (AttributeError, OSError, TypeError):

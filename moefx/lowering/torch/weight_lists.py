@@ -12,7 +12,7 @@ from ...ir.ops.expert_gemms import is_stacked
 
 
 def unstack_weights(w: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
-    """Each expert's matrix, for separate GEMMs. Never copies; a caller that multiplies in `dtype` casts."""
+    """Return each expert's matrix, for separate GEMMs. Never copies; a caller that multiplies in `dtype` casts."""
     stacked = is_stacked(w, 2)
     _count("stacked" if stacked else "separate", w, dtype)
     return w[0].unbind(0) if stacked else w

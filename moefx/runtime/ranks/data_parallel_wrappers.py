@@ -83,7 +83,8 @@ def _find_ddp_under_construction(frame: Any) -> tuple[nn.Module, Any] | None:
 
 
 def _collect_expert_tensors(root: nn.Module, wrapped_over: Any) -> dict[int, Tensor]:
-    """Expert tensors by `id` that differ between the ranks of a process group; without a group, between any ranks."""
+    """Collect the expert tensors by `id` that differ between the ranks of a process group; without a group, between any
+    ranks."""
     tensors = []
     for forward in _find_spread_forwards(root):
         parameters, placement = forward.watch.parameters, forward.watch.placement

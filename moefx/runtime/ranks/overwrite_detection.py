@@ -128,7 +128,7 @@ class OverwritingWatch:
         self.before = self.now
 
     def _find_suspects(self, samples: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Groups of positions whose samples became equal."""
+        """Find groups of positions whose samples became equal."""
         if not all(map(any, samples)):
             return []  # a rank has no sample
         half, by_sample = NUM_WORDS // 2, dict[tuple[int, ...], list[int]]()
@@ -179,7 +179,8 @@ class OverwritingWatch:
         return torch.cat(words) if len(words) == 2 else None
 
     def _find_sampled_names(self) -> tuple[str, str]:
-        """Names of the largest parameter of the first and of the last expert; the same name twice for a stack."""
+        """Find the names of the largest parameter of the first and of the last expert; the same name twice for a
+        stack."""
         parameters, experts = self.parameters, self.placement.local_experts
         if not parameters.separate:
             name = max(parameters.stacked, key=lambda name: find_owner_and_tensor(self.block, name)[1].numel())
@@ -210,7 +211,8 @@ def _local_part(t: Tensor) -> Tensor:
 
 
 def _sample_values(t: Tensor) -> Tensor | None:
-    """Values from the middle of a local tensor, as int64 [_WORDS_PER_EXPERT]. A view if the tensor is contiguous."""
+    """Sample values from the middle of a local tensor, as int64 [_WORDS_PER_EXPERT]. A view if the tensor is
+    contiguous."""
     if t.is_meta or t.layout != torch.strided or not t.numel():
         return None
     flat, per_word = t.reshape(-1), max(8 // t.element_size(), 1)

@@ -84,7 +84,7 @@ def _find_ranks_along(mesh: DeviceMesh, axes: tuple[str, ...]) -> frozenset[int]
 
 
 def format_reductions(reductions: Mapping[str, Reduction], counts: Mapping[str, int], outside: int) -> list[str]:
-    """One line per group of parameters.
+    """Format one line per group of parameters.
 
     Args:
         counts: number of parameters in each group.
@@ -128,7 +128,7 @@ class GradientWatch:
             warnings.warn(self._format_warning(unreduced), stacklevel=_find_user_stacklevel())
 
     def _find_unreduced(self, parameters: Mapping[str, Tensor]) -> dict[str, list[str]]:
-        """Names of unreduced parameters, by group."""
+        """Find the names of unreduced parameters, by group."""
         unreduced: dict[str, list[str]] = {}
         for name, parameter in parameters.items():
             group = "experts" if name in self.experts else "others"
@@ -181,7 +181,8 @@ def _list_mesh_ranks(parameter: DTensor) -> list[int]:
 
 
 def _find_ddp_reductions() -> Iterator[tuple[set[int], frozenset[int]]]:
-    """For each DistributedDataParallel: the parameters that it reduces, by `id`, and the ranks that it reduces over."""
+    """Find, for each DistributedDataParallel, the parameters that it reduces, by `id`, and the ranks that it reduces
+    over."""
     for ddp in gc.get_objects():
         if issubclass(type(ddp), DistributedDataParallel) and "module" in ddp._modules:
             ignored = set(ddp.parameters_to_ignore)

@@ -77,7 +77,7 @@ def is_replica_axis(axis: str) -> bool:
 
 
 def select_mesh_axis(mesh: DeviceMesh, field: str, names: tuple[str, ...]) -> DeviceMesh:
-    """One axis of a mesh, or several axes flattened to one.
+    """Return one axis of a mesh, or several axes flattened to one.
 
     Args:
         field: name of the plan's field, for messages.
