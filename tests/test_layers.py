@@ -126,7 +126,7 @@ def test_carriers_are_frozen_as_documented():
     rows = read_rows("| carrier | file |")
     parameters = {row[0]: getattr(find_documented(*row[:2]), "__dataclass_params__", None) for row in rows}
     frozen = {name for name, found in parameters.items() if found is not None and found.frozen}
-    assert frozen == {row[0] for row in rows if row[-1] == "yes"} and "MatchedBlock" in frozen
+    assert frozen == {row[0] for row in rows if row[5] == "yes"} and "MatchedBlock" in frozen
 
 
 def find_comparisons_of_reasons(tree: ast.AST) -> Iterator[int]:
