@@ -54,7 +54,7 @@ class Plan:
             that has experts of the token; `"rbd"`: one for each node, and from there one for each rank (X-MoE section
             4.2); `"halo"`: as `"rbd"`, but rows that stay in the node do not wait for rows of other nodes (Piper
             section V); `"gather"`: an all-gather brings the tokens of all ranks to every rank, and a reduce-scatter
-            returns their sums: the host reads nothing, and CUDA graphs can hold the exchange; `"auto"`: the fastest way
+            returns their sums: the host reads nothing, and CUDA graphs can hold the exchange; `"auto"`: the fastest one
             by the bandwidths within and between nodes, which `compile` measures, and the host's time; `explain` shows
             the figures. On CPUs it does not choose `"gather"`.
         pilots: False: `"halo"` sends a row for each slot, as in Piper, instead of one for each node and rank.

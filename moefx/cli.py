@@ -100,7 +100,7 @@ def parser() -> argparse.ArgumentParser:
 
     bench = commands.add_parser("bench", help="measure on this machine")
     kinds = "; ".join(f"{name}: {text}" for name, text in BENCHMARKS.items())
-    bench.add_argument("what", choices=BENCHMARKS, help=kinds)
+    bench.add_argument("benchmark", choices=BENCHMARKS, help=kinds)
     bench.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="its own options; --help lists them")
     bench.set_defaults(run=run_bench)
 
@@ -226,12 +226,12 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
-    if arguments.what not in ("report", "platform") and not {"-h", "--help"} & set(arguments.rest):
+    if arguments.benchmark not in ("report", "platform") and not {"-h", "--help"} & set(arguments.rest):
         import torch
 
         if not torch.cuda.is_available():
             raise UsageError("this measures GPU kernels, and torch finds no GPU")
-    importlib.import_module(f"moefx.bench.{arguments.what}").main(arguments.rest)
+    importlib.import_module(f"moefx.bench.{arguments.benchmark}").main(arguments.rest)
     return 0
 
 

@@ -82,7 +82,9 @@ class PlatformResults:
         """
         try:
             lines = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
-            items = [(kind, _rename_old_keys(values)) for kind, values in (next(iter(row.items())) for row in lines)]
+            items: list[tuple[str, Any]] = [
+                (kind, _rename_old_keys(values)) for kind, values in (next(iter(row.items())) for row in lines)
+            ]
             of = {key: [values for name, values in items if name == key] for key, _ in items}
             (run,) = of["run"]
             device = None
