@@ -18,18 +18,18 @@ from moefx.planner.layout import Layout
 from moefx.planner.ranking import Ranking
 from moefx.planner.search import estimate_entry
 
-from .parallelize_cases import raises
+from .parallelize_cases import check_raises
 from .pipeline_training_cases import (
     EXAMPLE,
     LENGTH,
     Decoder,
     Layer,
-    batch,
     build,
     check_training,
+    draw_batch,
     find_data_rank,
     loss_fn,
-    mesh_of,
+    make_mesh,
 )
 
 KINDS = ("gated", "joined")
@@ -38,7 +38,7 @@ KINDS = ("gated", "joined")
 def check_gradients(pipe: Any, mesh: DeviceMesh, kinds: tuple[str | None, ...], size: int) -> None:
     """The loss and the gradients are those of one process, for a batch of `size` sequences on each data rank."""
     model, (number, ranks) = Decoder(*kinds).double(), find_data_rank(mesh)
-    ids, target = batch(0, ranks, size)
+    ids, target = draw_batch(0, ranks, size)
     loss = pipe.step(ids[number], target=target[number])
     wanted = loss_fn(model(ids.flatten(0, 1)), target.flatten(0, 1))
     wanted.backward()
@@ -73,12 +73,12 @@ def case_what_ranks_of_a_stage_share() -> None:
         ((None, "gated"), two, dict(zero=3)),
         (four, two, dict(schedule="interleaved", chunks=2, zero=2)),
     ):
-        check_gradients(build(Decoder(*kinds).double(), mesh_of(**sizes), **options), mesh_of(**sizes), kinds, 8)
+        check_gradients(build(Decoder(*kinds).double(), make_mesh(**sizes), **options), make_mesh(**sizes), kinds, 8)
     check_training(KINDS, two, zero=3)
 
 
 def case_layers_run_again() -> None:
-    mesh = mesh_of(pp=2, ep=2)
+    mesh = make_mesh(pp=2, ep=2)
     for recompute, passes in ((False, 1), (True, 2)):
         pipe = build(Decoder(*KINDS, layer=CountedLayer).double(), mesh, zero=3, recompute=recompute)
         CountedLayer.calls = 0
@@ -102,7 +102,7 @@ class CollectiveNames(TorchDispatchMode):
 def count_collectives(pipe: Any, mesh: DeviceMesh) -> tuple[int, int]:
     """How often a step reduces gradients, and gathers parameters."""
     number, ranks = find_data_rank(mesh)
-    ids, target = (each[number] for each in batch(0, ranks, 8))
+    ids, target = (each[number] for each in draw_batch(0, ranks, 8))
     pipe.step(ids, target=target)  # ranks agree on shapes in the first step
     with CollectiveNames() as seen:
         pipe.step(ids, target=target)
@@ -111,7 +111,7 @@ def count_collectives(pipe: Any, mesh: DeviceMesh) -> tuple[int, int]:
 
 def case_what_is_shared_while_a_step_runs() -> None:
     """ZeRO-1 reduces gradients once a step, ZeRO-2 and 3 after each micro-batch. ZeRO-3 gathers for each pass."""
-    mesh, counts = mesh_of(pp=2, ep=2), {}
+    mesh, counts = make_mesh(pp=2, ep=2), {}
     for zero in (1, 2, 3):
         pipe = build(Decoder(*KINDS).double(), mesh, zero=zero, microbatches=2)
         counts[zero] = count_collectives(pipe, mesh)
@@ -124,7 +124,7 @@ def case_stages_that_spread_no_experts() -> None:
     """A layout with EP = 1 keeps all experts on every rank, whatever the axis is called."""
     plan = moefx.Plan(validation="symbolic", layout={"ep": 1})
     for sizes, options in ((dict(pp=2, dp=2), {}), (dict(pp=1, ep=4), dict(zero=3)), (dict(pp=2, dp=2), dict(zero=2))):
-        mesh = mesh_of(**sizes)
+        mesh = make_mesh(**sizes)
         pipe = build(Decoder(*KINDS).double(), mesh, plan=plan, **options)
         check_gradients(pipe, mesh, KINDS, 8)
         assert not moefx.expert_parameter_names(pipe)
@@ -135,10 +135,10 @@ def case_stages_that_spread_no_experts() -> None:
 
 def case_mixed_precision() -> None:
     """Hidden states travel in the dtype of the policy."""
-    mesh = mesh_of(pp=2, ep=2)
+    mesh = make_mesh(pp=2, ep=2)
     pipe = build(Decoder(*KINDS), mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     number, ranks = find_data_rank(mesh)
-    ids, target = batch(0, ranks, 8)
+    ids, target = draw_batch(0, ranks, 8)
     wanted = loss_fn(Decoder(*KINDS)(ids.flatten(0, 1)), target.flatten(0, 1))
     torch.testing.assert_close(pipe.step(ids[number], target=target[number]), wanted.double(), rtol=2e-2, atol=0)
     assert all(parameter.grad.dtype == torch.float32 for parameter in pipe.parameters())
@@ -173,7 +173,7 @@ def case_entries_run() -> None:
         ranking, options = rank_layout(**sizes), {"replicate_dense": "ssmb" in sizes, "validation": "symbolic"}
         pipe = ranking.build(0, Decoder(*KINDS).double(), loss_fn, example_inputs=EXAMPLE, **options)
         axes = ranking[0].mesh
-        mesh = mesh_of(**dict(zip(axes["mesh_dim_names"], axes["mesh_shape"], strict=True)))
+        mesh = make_mesh(**dict(zip(axes["mesh_dim_names"], axes["mesh_shape"], strict=True)))
         check_gradients(pipe, mesh, KINDS, 8)
         assert shown in repr(pipe), repr(pipe)
         graphs = [str(block.graph) for block in moefx.blocks(pipe)]
@@ -186,27 +186,31 @@ def case_entries_of_a_ranking() -> None:
     ranking, model = rank_layouts(4), Decoder(*KINDS).double()
     options: dict[str, Any] = dict(example_inputs=EXAMPLE, validation="symbolic")
     layouts = [(x.pp, x.ep, x.microbatches) for x in (entry.layout for entry in ranking)]
-    raises(InvalidPlan, "use schedule='gpipe'", ranking.build, layouts.index((2, 2, 1)), model, loss_fn, **options)
+    check_raises(
+        InvalidPlan, "use schedule='gpipe'", ranking.build, layouts.index((2, 2, 1)), model, loss_fn, **options
+    )
     index = layouts.index((2, 2, 2))
     entry = ranking[index]
     pipe = ranking.build(index, model, loss_fn, **options)
-    check_gradients(pipe, mesh_of(pp=2, ep=2), KINDS, entry.layout.microbatches * entry.layout.sequences)
+    check_gradients(pipe, make_mesh(pp=2, ep=2), KINDS, entry.layout.microbatches * entry.layout.sequences)
     ids = torch.zeros(2, LENGTH, dtype=torch.long)
-    raises(InvalidInput, "the entry of the planner is for 8 sequences of 3 tokens", pipe.step, ids, target=ids)
+    check_raises(InvalidInput, "the entry of the planner is for 8 sequences of 3 tokens", pipe.step, ids, target=ids)
     with_tensor_ranks = next(i for i, entry in enumerate(ranking) if entry.layout.tp > 1)
-    raises(InvalidPlan, "which moefx does not do", ranking.build, with_tensor_ranks, model, loss_fn)
+    check_raises(InvalidPlan, "which moefx does not do", ranking.build, with_tensor_ranks, model, loss_fn)
     entry = dataclasses.replace(entry, layout=dataclasses.replace(entry.layout, dispatch="rbd"))
     by_nodes = dataclasses.replace(ranking, result=dataclasses.replace(ranking.result, entries=(entry,)))
-    raises(InvalidPlan, "nodes of 8 ranks ('rbd'), and a node of this job has 4", by_nodes.build, 0, model, loss_fn)
-    raises(InvalidPlan, "for 2 ranks, and this job has 4", rank_layouts(2).build, 0, model, loss_fn)
+    check_raises(
+        InvalidPlan, "nodes of 8 ranks ('rbd'), and a node of this job has 4", by_nodes.build, 0, model, loss_fn
+    )
+    check_raises(InvalidPlan, "for 2 ranks, and this job has 4", rank_layouts(2).build, 0, model, loss_fn)
     text = "is not the model of the ranking, Decoder: it has num_layers 3 instead of 2"
     other = Decoder("gated", "gated", "gated").double()
-    raises(InvalidInput, text, ranking.build, index, other, loss_fn, **options)
+    check_raises(InvalidInput, text, ranking.build, index, other, loss_fn, **options)
 
 
 def case_plans_that_the_planner_decides() -> None:
     """One decision for all stages, which `explain` shows."""
-    mesh = mesh_of(pp=2, ep=2)
+    mesh = make_mesh(pp=2, ep=2)
     pipe = build(Decoder(*KINDS).double(), mesh, plan=moefx.Plan(expert_axis="auto", checkpoint="auto"))
     check_gradients(pipe, mesh, KINDS, 8)
     for stage in pipe.stages.values():
@@ -214,14 +218,14 @@ def case_plans_that_the_planner_decides() -> None:
         assert decision is not None
         plan = decision.plan
         assert (plan.expert_axis, plan.checkpoint, plan.sequence_axis) == ("ep", "h", None)
-    replicas = mesh_of(pp=2, dp_replicate=2)
-    raises(InvalidPlan, "holds replicas", build, Decoder(*KINDS).double(), replicas, plan="auto")
+    replicas = make_mesh(pp=2, dp_replicate=2)
+    check_raises(InvalidPlan, "holds replicas", build, Decoder(*KINDS).double(), replicas, plan="auto")
 
 
 def case_stages_of_equal_times() -> None:
     """Dense layers take less time. Layers count as equal if the planner cannot read the model, and the pipeline says
     so."""
-    mesh = mesh_of(pp=2, ep=2)
+    mesh = make_mesh(pp=2, ep=2)
     pipe = build(Decoder(None, None, None, None, "gated", "gated"), mesh)
     assert "layers: 5 + 1 (equal predicted times, by the figures of dgx-h100)" in repr(pipe), repr(pipe)
     pipe = build(Decoder(None, None, None, None, "gated", "kinds"), mesh)

@@ -20,10 +20,10 @@ from moefx.errors import InvalidCheckpoint, MoefxError
 
 from ..blocks import D
 from .models import Model
-from .parallelize_cases import mesh_of, raises
-from .pipeline_training_cases import Decoder, batch, find_data_rank
+from .parallelize_cases import check_raises, make_mesh
+from .pipeline_training_cases import Decoder, draw_batch, find_data_rank
 from .pipeline_training_cases import build as build_pipeline
-from .state_cases import loaded, same, shared_folder
+from .state_cases import check_equal, create_shared_folder, load_checkpoint
 
 PLAN = moefx.Plan(validation="symbolic")
 
@@ -35,13 +35,13 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
 
 def spread(model: nn.Module, sizes: dict[str, int], **options: Any) -> Any:
     """Over an expert axis, and with FSDP if there is a data axis."""
-    compiled = moefx.compile(model, mesh=mesh_of(**sizes), plan=PLAN, **options)
-    return moefx.parallelize(compiled, mesh_of(**sizes)) if "dp" in sizes else compiled
+    compiled = moefx.compile(model, mesh=make_mesh(**sizes), plan=PLAN, **options)
+    return moefx.parallelize(compiled, make_mesh(**sizes)) if "dp" in sizes else compiled
 
 
 def from_rank_0(write: Callable[[str], None]) -> str:
     """Write a folder on rank 0, for all ranks."""
-    folder = shared_folder()
+    folder = create_shared_folder()
     if dist.get_rank() == 0:
         write(folder)
     dist.barrier()
@@ -80,13 +80,13 @@ def case_plain_models() -> None:
             for parameter in model.parameters():
                 parameter.data.fill_(torch.nan)
         model = moefx.load_pretrained(spread(model, sizes, example_inputs=example), folders[kind])
-        same(moefx.full_state_dict(model), original.state_dict())
-        again = shared_folder()
+        check_equal(moefx.full_state_dict(model), original.state_dict())
+        again = create_shared_folder()
         moefx.save_pretrained(model, again, max_shard_size=600)
         assert len(list(Path(again).glob("model-*.safetensors"))) > 4  # each rank writes one
-        same(moefx.load_pretrained(Model(kind), again).state_dict(), original.state_dict())
+        check_equal(moefx.load_pretrained(Model(kind), again).state_dict(), original.state_dict())
     model = spread(on_meta(lambda: Model("gated", layers=1, num_experts=8)), dict(ep=4), example_inputs=example)
-    raises(InvalidCheckpoint, "12 keys are missing: blocks.0", moefx.load_pretrained, model, folders["gated"])
+    check_raises(InvalidCheckpoint, "12 keys are missing: blocks.0", moefx.load_pretrained, model, folders["gated"])
 
 
 def case_memory() -> None:
@@ -105,23 +105,23 @@ def case_memory() -> None:
         peak = count_peak(lambda model=model: moefx.load_pretrained(model, folder), folder)
         own = count_own_bytes(model)
         assert own <= peak < 1.02 * own, (peak, own)
-        largest, again = original.blocks[0].gate_up.nbytes, shared_folder()
+        largest, again = original.blocks[0].gate_up.nbytes, create_shared_folder()
         peak = count_peak(
             lambda model=model, again=again: moefx.save_pretrained(model, again, max_shard_size=900000), folder
         )
         peaks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(peaks, peak)
         assert largest <= max(peaks) < 2.1 * largest, (peaks, largest)
-        same(moefx.full_state_dict(model), original.state_dict())
+        check_equal(moefx.full_state_dict(model), original.state_dict())
 
 
 def case_asynchronous_checkpoints_reshard() -> None:
     """From stages to FSDP over a mesh with "tp", with the state of AdamW, while training goes on."""
-    kinds, folder, mesh = ("gated", "joined"), shared_folder(), mesh_of(tp=2, ep=2)
-    saved = build_pipeline(Decoder(*kinds).double(), mesh_of(pp=2, ep=2), schedule="1f1b")
+    kinds, folder, mesh = ("gated", "joined"), create_shared_folder(), make_mesh(tp=2, ep=2)
+    saved = build_pipeline(Decoder(*kinds).double(), make_mesh(pp=2, ep=2), schedule="1f1b")
     optimizer = torch.optim.AdamW(saved.parameters(), lr=0.05)
-    number, ranks = find_data_rank(mesh_of(pp=2, ep=2))
-    ids, target = (each[number] for each in batch(7, ranks, 8))
+    number, ranks = find_data_rank(make_mesh(pp=2, ep=2))
+    ids, target = (each[number] for each in draw_batch(7, ranks, 8))
 
     def step() -> None:
         saved.step(ids, target=target)
@@ -139,15 +139,15 @@ def case_asynchronous_checkpoints_reshard() -> None:
     assert not all(torch.equal(value, wanted[name]) for name, value in moefx.full_state_dict(saved).items())
     plain = Decoder(*kinds).double()
     of_plain = torch.optim.AdamW(plain.parameters(), lr=0.05)
-    loaded(plain, of_plain, folder)
-    same(plain.state_dict(), wanted)
+    load_checkpoint(plain, of_plain, folder)
+    check_equal(plain.state_dict(), wanted)
     moments = {name: of_plain.state[parameter]["exp_avg_sq"] for name, parameter in plain.named_parameters()}
     assert all(moment.abs().sum() > 0 for name, moment in moments.items() if "router" in name or "gate." in name)
     other = moefx.compile(Decoder(*kinds).double(), mesh=mesh, plan=PLAN, example_inputs=(ids,))
     other = moefx.parallelize(other, mesh)
     of_other = torch.optim.AdamW(other.parameters(), lr=0.05)
-    loaded(other, of_other, folder)
-    same(moefx.full_state_dict(other), wanted)
+    load_checkpoint(other, of_other, folder)
+    check_equal(moefx.full_state_dict(other), wanted)
     for name, parameter in other.named_parameters():
         assert torch.equal(of_other.state[parameter]["exp_avg_sq"].full_tensor(), moments[name]), name
 
@@ -166,23 +166,23 @@ def transformers_models() -> None:
     for sizes in (dict(ep=4), dict(dp=2, ep=2), dict(pp=2, ep=2)):
         meta = on_meta(build_model)
         if "pp" in sizes:
-            model = moefx.pipeline(meta, mesh_of(**sizes), plan=PLAN, loss_fn=loss_fn, microbatches=2)
+            model = moefx.pipeline(meta, make_mesh(**sizes), plan=PLAN, loss_fn=loss_fn, microbatches=2)
         else:
             model = spread(meta, sizes)
         moefx.load_pretrained(model, folder)
         assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-        same(moefx.full_state_dict(model), original.state_dict())
+        check_equal(moefx.full_state_dict(model), original.state_dict())
         with torch.no_grad():
             output, wanted = model(ids), original(ids).logits
         output = getattr(output, "logits", output)
         if output is not None:  # on ranks of the last stage
             torch.testing.assert_close(output, wanted, rtol=0, atol=1e-9)
         if "pp" not in sizes:
-            raises(MoefxError, "call moefx.save_pretrained", model.save_pretrained, "folder")
-            raises(MoefxError, "call moefx.save_pretrained", model.model.save_pretrained, "folder")
-        again = shared_folder()
+            check_raises(MoefxError, "call moefx.save_pretrained", model.save_pretrained, "folder")
+            check_raises(MoefxError, "call moefx.save_pretrained", model.model.save_pretrained, "folder")
+        again = create_shared_folder()
         moefx.save_pretrained(model, again, max_shard_size="10KB")
         assert {path.name for path in Path(again).iterdir()} >= {"config.json", "generation_config.json"}
         found = AutoModelForCausalLM.from_pretrained(again)
         assert found.dtype == torch.float64
-        same(found.state_dict(), original.state_dict())
+        check_equal(found.state_dict(), original.state_dict())
