@@ -50,14 +50,14 @@ def find_meta_buffers(model: nn.Module) -> list[DerivedBuffers]:
 
 
 @torch.no_grad()
-def recompute_buffers(found: list[DerivedBuffers]) -> None:
+def recompute_buffers(derived: list[DerivedBuffers]) -> None:
     """Compute the buffers again, in place. They are not on the meta device any more.
 
     Raises:
         InvalidCheckpoint: no way computes all of a module's buffers.
     """
     seen: set[int] = set()
-    for buffers in found:
+    for buffers in derived:
         if id(buffers.module) in seen:
             continue
         seen.add(id(buffers.module))

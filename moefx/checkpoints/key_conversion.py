@@ -47,11 +47,11 @@ class KeyGroup:
         if self.converter is None:
             return [self.result] if self.result in names else []
         first, *others = self.converter.target_patterns
-        found = [self.result, *(self.result.replace(first, other) for other in others)]
-        if any("*" in name for name in found):
-            pattern = re.compile("|".join(re.escape(name).replace(r"\*", r"[^.]+") for name in found))
+        results = [self.result, *(self.result.replace(first, other) for other in others)]
+        if any("*" in name for name in results):
+            pattern = re.compile("|".join(re.escape(name).replace(r"\*", r"[^.]+") for name in results))
             return [name for name in names if pattern.fullmatch(name)]
-        return [name for name in found if name in names]
+        return [name for name in results if name in names]
 
     def record(
         self,
@@ -88,8 +88,8 @@ class KeyGroup:
             for name in names:
                 converter.add_tensor(self.result, name, pattern, tensors[name])
         realized = converter.convert(self.result, model=_WholeModel(model, shapes), config=model.config)
-        found = {name: value[0] if isinstance(value, list) else value for name, value in realized.items()}
-        return {_rename(name, self.renamings): value for name, value in found.items()}
+        converted = {name: value[0] if isinstance(value, list) else value for name, value in realized.items()}
+        return {_rename(name, self.renamings): value for name, value in converted.items()}
 
 
 class _WholeModel:
@@ -150,7 +150,7 @@ def group_checkpoint_keys(model: Any, keys: Iterable[str], names: Sequence[str])
             raise InvalidCheckpoint(
                 f"the checkpoint has {' and '.join(group.sources)}, which are both {group.result} of the model"
             )
-    return list(groups.values()), [each for each in transforms if each.was_used()]
+    return list(groups.values()), [transform for transform in transforms if transform.was_used()]
 
 
 def group_model_names(model: Any, names: Iterable[str]) -> list[KeyGroup]:
@@ -170,8 +170,8 @@ def group_model_names(model: Any, names: Iterable[str]) -> list[KeyGroup]:
         from transformers.conversion_mapping import get_model_conversion_mapping
 
         transforms = get_model_conversion_mapping(model, add_legacy=False)
-        transforms = [each for each in transforms if not isinstance(each, library.PrefixChange)]
-    renamings, converters = _separate([each.reverse_transform() for each in reversed(transforms)], library)
+        transforms = [transform for transform in transforms if not isinstance(transform, library.PrefixChange)]
+    renamings, converters = _separate([transform.reverse_transform() for transform in reversed(transforms)], library)
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     groups: dict[str, KeyGroup] = {}
     for name in sorted(names, key=library.dot_natural_key):
@@ -202,16 +202,16 @@ def check_keys(
     Raises:
         InvalidCheckpoint: keys are missing or unexpected.
     """
-    unexpected, known, found = list[str](), dict.fromkeys(names, True), set[str]()
+    unexpected, known, computed = list[str](), dict.fromkeys(names, True), set[str]()
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     derived = {_get_last_parts(name) for name in buffers}
     for group in groups:
         results = group.find_results(known)
-        found.update(results)
+        computed.update(results)
         if results or _get_last_parts(group.result) in derived or any(re.search(p, group.result) for p in patterns):
             continue
         unexpected += group.source_names
-    missing = [name for name in names if name not in found and name not in tied]
+    missing = [name for name in names if name not in computed and name not in tied]
     if missing or unexpected:
         parts = [f"{len(missing)} keys are missing: {list_some(missing)}"] if missing else []
         parts += [f"{len(unexpected)} keys are unexpected: {list_some(unexpected)}"] if unexpected else []
@@ -244,8 +244,8 @@ def _import_conversions(model: Any) -> Any:
 
 def _separate(transforms: Iterable[Any], library: Any) -> tuple[list[Any], list[Any]]:
     transforms = list(transforms)
-    renamings = [each for each in transforms if isinstance(each, library.WeightRenaming)]
-    return renamings, [each for each in transforms if isinstance(each, library.WeightConverter)]
+    renamings = [transform for transform in transforms if isinstance(transform, library.WeightRenaming)]
+    return renamings, [transform for transform in transforms if isinstance(transform, library.WeightConverter)]
 
 
 def _rename(name: str, renamings: Iterable[Any]) -> str:

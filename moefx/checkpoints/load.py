@@ -55,7 +55,7 @@ def load_pretrained(
         plan = [(group, names) for group in groups if (names := group.find_results(tensors.parts))]
         shapes = {name: part.shape for name, part in tensors.parts.items()}
         recorded = [_record(group, names, transformers_model, tensors.parts, shapes, files) for group, names in plan]
-        meta_buffers = [each for stage in models for each in find_meta_buffers(stage)]
+        meta_buffers = [buffers for stage in models for buffers in find_meta_buffers(stage)]
         if any(part.tensor.is_meta for part in tensors.parts.values()) or meta_buffers:
             materialize(root, torch.device(device) if device is not None else choose_device(root))
             recompute_buffers(meta_buffers)
@@ -90,13 +90,13 @@ def _check_keys(
     Raises:
         InvalidCheckpoint: keys are missing or unexpected.
     """
-    known, found = dict.fromkeys(names), set[str]()
+    known, computed = dict.fromkeys(names), set[str]()
     for group in groups:
-        found.update(group.find_results(known))
+        computed.update(group.find_results(known))
     by_parameter: dict[str, set[str]] = {}
     for name, first in tied.items():
         by_parameter.setdefault(first, {first}).add(name)
-    may_be_missing = {name for each in by_parameter.values() if each & found for name in each}
+    may_be_missing = {name for group_names in by_parameter.values() if group_names & computed for name in group_names}
     derived = {name for stage in list_models(root) for name in list_derived_names(stage)}
     check_keys(transformers_model, groups, names, may_be_missing, derived, files.folder)
 
@@ -118,9 +118,9 @@ def _record(
     sources = {name: (files.describe(name).shape, dtype) for name in group.source_names}
     conversion = group.record(sources, transformers_model, shapes)
     for name in names:
-        found = conversion.results.get(name)
-        if found is None or tuple(found.shape) != shapes[name]:
-            made = f"{list(found.shape)}" if found is not None else "no tensor of this name"
+        result = conversion.results.get(name)
+        if result is None or tuple(result.shape) != shapes[name]:
+            made = f"{list(result.shape)}" if result is not None else "no tensor of this name"
             number = f" from {len(sources)} tensors" if len(sources) > 1 else ""
             raise InvalidCheckpoint(
                 f"{name} has the shape {list(shapes[name])} in the model, and the checkpoint {files.folder} has "

@@ -75,7 +75,7 @@ def collect_tensors(root: nn.Module) -> ModelTensors:
             raise InvalidCheckpoint(f"{name} of the state dict is {type(value).__name__}, and files hold tensors only")
     held = set(state)
     for block, layout in find_expert_layouts(root).items():
-        held |= {join_name(block, name) for each in layout.parameters.separate for name in each}
+        held |= {join_name(block, name) for expert_names in layout.parameters.separate for name in expert_names}
     stages = find_stages(root)
     if stages is not None:
         names = [name for name in stages.names if name.rpartition(".")[2] != _EXTRA_STATE]
@@ -121,7 +121,7 @@ def choose_device(root: nn.Module) -> torch.device:
     mesh = _find_mesh(root)
     if mesh is None:
         tensors = [*root.parameters(), *root.buffers()]
-        return next((each.device for each in tensors if not each.is_meta), torch.device("cpu"))
+        return next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
     index = torch.cuda.current_device() if mesh.device_type == "cuda" else None
     return torch.device(mesh.device_type, index) if index is not None else torch.device(mesh.device_type)
 

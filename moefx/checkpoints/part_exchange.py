@@ -32,10 +32,10 @@ class PartExchange:
         self.group, self.device, self._parts = group, device, parts
         self.ranks = [0] if group is None else dist.get_process_group_ranks(group)
         self.rank = self.ranks[0] if group is None else dist.get_rank()
-        own = {name: (part.shape, part.tensor.dtype, part.region) for name, part in parts.items()}
+        descriptions = {name: (part.shape, part.tensor.dtype, part.region) for name, part in parts.items()}
         self.described: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._owners: dict[str, dict[Region, list[int]]] = {}
-        for rank, held in zip(self.ranks, self._gather_objects(own), strict=True):
+        for rank, held in zip(self.ranks, self._gather_objects(descriptions), strict=True):
             for name, (shape, dtype, region) in held.items():
                 if self.described.setdefault(name, (shape, dtype)) != (shape, dtype):
                     raise InvalidCheckpoint(
@@ -80,7 +80,7 @@ class PartExchange:
 
     def merge_tied(self, tied: dict[str, str]) -> dict[str, str]:
         """Return the second names of parameters that any rank has. Collective."""
-        return {name: first for each in self._gather_objects(tied) for name, first in each.items()}
+        return {name: first for tied_of_rank in self._gather_objects(tied) for name, first in tied_of_rank.items()}
 
     def check_agreement(self, plan: Any) -> None:
         """Check that all ranks have the same plan, which decides on the order of sends and receives. Collective.

@@ -99,7 +99,7 @@ class CheckpointFiles:
         if not region:
             out.copy_(self._open(self._file_of_key[key]).get_tensor(key))
         else:
-            out.copy_(self._get_slice(key)[tuple(slice(*each) for each in region)])
+            out.copy_(self._get_slice(key)[tuple(slice(*bounds) for bounds in region)])
 
     def _get_slice(self, key: str) -> Any:
         name = self._file_of_key[key]
@@ -197,13 +197,13 @@ def parse_size(size: int | str) -> int:
     Raises:
         InvalidCheckpoint: the text is no size.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?B)", str(size).strip().upper())
-    number = int(size) if isinstance(size, int) else int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?B)", str(size).strip().upper())
+    number = int(size) if isinstance(size, int) else int(float(match[1]) * _UNITS[match[2]]) if match else 0
     if number <= 0:
         raise InvalidCheckpoint(f"max_shard_size={size!r}: expected a number of bytes, or text such as '5GB'")
     return number
 
 
 def list_some(names: Sequence[str], count: int = 8) -> str:
-    more = f" and {len(names) - count} more" if len(names) > count else ""
-    return ", ".join(names[:count]) + more
+    rest = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + rest

@@ -58,8 +58,8 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_sha
         raise InvalidCheckpoint(f"{meta[0]} is on the meta device, without values: call moefx.load_pretrained first")
     exchange = PartExchange(tensors.parts, group, device)
     outputs = _plan_outputs(transformers_model, exchange, _choose_names(transformers_model, tensors, exchange))
-    exchange.check_agreement([each.entry for each in outputs])
-    shards = split_into_shards([each.entry for each in outputs], max_bytes)
+    exchange.check_agreement([output.entry for output in outputs])
+    shards = split_into_shards([output.entry for output in outputs], max_bytes)
     path = Path(folder)
     error: Exception | None = None
     try:
@@ -70,7 +70,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_sha
     except Exception as found:
         error = found
     exchange.raise_together(error)
-    by_key = {each.entry.key: each for each in outputs}
+    by_key = {output.entry.key: output for output in outputs}
     for number, (name, entries) in enumerate(shards.items()):
         _write_shard(path / name, [by_key[entry.key] for entry in entries], exchange, number)
     if exchange.rank == exchange.ranks[0] and list(shards) != [SINGLE_FILE]:
@@ -106,10 +106,10 @@ def _plan_outputs(transformers_model: Any, exchange: PartExchange, names: Iterab
     shapes = {name: shape for name, (shape, _) in described.items()}
     outputs: dict[str, _Output] = {}
     for group in group_model_names(transformers_model, names):
-        for each in _list_outputs(group, described, transformers_model, shapes):
-            if each.entry.key in outputs:
-                raise InvalidCheckpoint(f"two tensors of the model would be {each.entry.key} in the checkpoint")
-            outputs[each.entry.key] = each
+        for output in _list_outputs(group, described, transformers_model, shapes):
+            if output.entry.key in outputs:
+                raise InvalidCheckpoint(f"two tensors of the model would be {output.entry.key} in the checkpoint")
+            outputs[output.entry.key] = output
     return list(outputs.values())
 
 
@@ -129,15 +129,15 @@ def _write_shard(path: Path, outputs: list[_Output], exchange: PartExchange, num
         exchange.gather(name, region, out, writer)
 
     if exchange.rank == writer:
-        with ShardFile(path, [each.entry for each in outputs]) as file:
-            for each in outputs:
-                whole = torch.empty(each.entry.shape, dtype=each.entry.dtype)
-                each.conversion.fill(whole, each.entry.key, whole_region(each.entry.shape), read)
+        with ShardFile(path, [output.entry for output in outputs]) as file:
+            for output in outputs:
+                whole = torch.empty(output.entry.shape, dtype=output.entry.dtype)
+                output.conversion.fill(whole, output.entry.key, whole_region(output.entry.shape), read)
                 file.append(whole)
         return
-    for each in outputs:
-        whole = torch.empty(each.entry.shape, dtype=each.entry.dtype, device="meta")
-        each.conversion.fill(whole, each.entry.key, whole_region(each.entry.shape), read)
+    for output in outputs:
+        whole = torch.empty(output.entry.shape, dtype=output.entry.dtype, device="meta")
+        output.conversion.fill(whole, output.entry.key, whole_region(output.entry.shape), read)
 
 
 def _write_configs(model: Any, folder: Path) -> None:

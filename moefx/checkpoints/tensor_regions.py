@@ -85,7 +85,7 @@ class RecordedConversion:
         )
         result = step.func(*args, **kwargs)
         result = result[step.index] if isinstance(result, (tuple, list)) else result
-        out.copy_(result[tuple(slice(*each) for each in region)])
+        out.copy_(result[tuple(slice(*bounds) for bounds in region)])
 
     def _compute_whole(self, value: Tensor, device: torch.device, read: Read) -> Tensor:
         whole = torch.empty(value.shape, dtype=value.dtype, device=device)
@@ -108,9 +108,9 @@ class _Recorder(TorchDispatchMode):
         if func._schema.is_mutable:
             raise NotImplementedError(f"{func} writes into a tensor in place")
         result = func(*args, **(kwargs or {}))
-        for index, each in enumerate(result if isinstance(result, (tuple, list)) else [result]):
-            if isinstance(each, Tensor):
-                self.steps[id(each)] = _Step(func, args, kwargs or {}, index)
+        for index, output in enumerate(result if isinstance(result, (tuple, list)) else [result]):
+            if isinstance(output, Tensor):
+                self.steps[id(output)] = _Step(func, args, kwargs or {}, index)
         self.alive.append((result, args, kwargs))
         return result
 

@@ -155,15 +155,15 @@ def build_entry(
     return pipe
 
 
-def check_model(planned: Architecture, found: Architecture, name: str) -> None:
+def check_model(planned: Architecture, actual: Architecture, name: str) -> None:
     """Check that a model has the sizes that a ranking counted on.
 
     Raises:
         InvalidInput: sizes differ.
     """
-    pairs = [(size, getattr(planned, size), getattr(found, size)) for size in _SIZES]
-    if not found.note:  # otherwise the heads are assumed
-        pairs += [(size, getattr(planned.attention, size), getattr(found.attention, size)) for size in _HEADS]
+    pairs = [(size, getattr(planned, size), getattr(actual, size)) for size in _SIZES]
+    if not actual.note:  # otherwise the heads are assumed
+        pairs += [(size, getattr(planned.attention, size), getattr(actual.attention, size)) for size in _HEADS]
     if wrong := [f"{size} {ours} instead of {theirs}" for size, theirs, ours in pairs if ours != theirs]:
         raise InvalidInput(
             f"{name} is not the model of the ranking, {planned.name}: it has {', '.join(wrong)}. Rank the model that "
@@ -196,8 +196,8 @@ def _check_nodes(entry: Entry, plan: Plan, platform: Platform) -> None:
 
 def _find_device_type(model: nn.Module) -> str:
     """Return the type of a model's device; on the meta device that of the ranks' devices."""
-    found = next((p.device.type for p in model.parameters() if not p.is_meta), None)
-    return found or ("cuda" if torch.cuda.is_available() else "cpu")
+    device_type = next((p.device.type for p in model.parameters() if not p.is_meta), None)
+    return device_type or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _build_mesh(entry: Entry, axes: dict[str, int], device_type: str) -> DeviceMesh:

@@ -94,12 +94,15 @@ def check_owners(model: nn.Module, layouts: dict[str, ExpertLayout], blocks: Seq
     inside: dict[int, str] = {}
     for block in blocks:
         parameters = layouts[block].parameters
-        for name in (*parameters.stacked, *(name for each in parameters.separate for name in each)):
+        for name in (
+            *parameters.stacked,
+            *(name for names in parameters.separate for name in names),
+        ):
             _, parameter = find_owner_and_tensor(model.get_submodule(block), name)
-            each, num_experts = parameters.stacked.get(name), layouts[block].placement.num_experts
-            if each and len(parameter) != each * num_experts:
+            rows_per_expert, num_experts = parameters.stacked.get(name), layouts[block].placement.num_experts
+            if rows_per_expert and len(parameter) != rows_per_expert * num_experts:
                 raise Refused(
-                    f"{join_name(block, name)} holds {len(parameter) // each} experts, "
+                    f"{join_name(block, name)} holds {len(parameter) // rows_per_expert} experts, "
                     f"{num_experts} of them in the block",
                     remedy="keep those that are spread over the mesh in a parameter of their own",
                 )

@@ -31,7 +31,7 @@ class LayerTimes:
     head: float
 
     def of_layers(self, has_experts: Sequence[bool]) -> list[float]:
-        return [self.moe if each else self.dense for each in has_experts]
+        return [self.moe if is_moe else self.dense for is_moe in has_experts]
 
 
 def predict_layer_times(
@@ -50,8 +50,8 @@ def predict_layer_times(
     )
 
     def predict(dense: int, moe: int, head: int) -> float:
-        found = sheet(**values | {"l_t": dense + moe, "l_t_moe": moe, "h_t": head})
-        return sum(found[part] for part in _PARTS)
+        results = sheet(**values | {"l_t": dense + moe, "l_t_moe": moe, "h_t": head})
+        return sum(results[part] for part in _PARTS)
 
     return LayerTimes(predict(1, 0, 0), predict(0, 1, 0), predict(0, 0, 1))
 

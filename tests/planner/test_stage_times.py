@@ -66,6 +66,6 @@ def test_a_large_head_and_dense_layers_move_the_cuts():
 def test_stages_have_as_many_layers_as_the_memory_holds():
     even = -(-MODEL.num_layers // LAYOUT.pp)
     needed = evaluate_memory(MODEL, LAYOUT, PLATFORM)["M_gpu"]
-    for capacity, least, most in ((needed, even, even), (1.3 * needed, even + 1, 20), (100 * needed, 61, 61)):
-        found = find_most_layers(MODEL, LAYOUT, dataclasses.replace(PLATFORM, capacity=capacity))
+    for memory_bytes, least, most in ((needed, even, even), (1.3 * needed, even + 1, 20), (100 * needed, 61, 61)):
+        found = find_most_layers(MODEL, LAYOUT, dataclasses.replace(PLATFORM, memory_bytes=memory_bytes))
         assert least <= found <= most

@@ -129,18 +129,18 @@ def order_stages(
             f"schedule={name!r} delays gradients of weights, which torch {torch.__version__} cannot do for rewritten "
             "blocks: use torch 2.13 or later, or 'interleaved'"
         )
-    for what, number in (("microbatches", microbatches), ("chunks", 1 if chunks is None else chunks)):
+    for argument, number in (("microbatches", microbatches), ("chunks", 1 if chunks is None else chunks)):
         if type(number) is not int or number < 1:
-            raise InvalidPlan(f"{what}={number!r}: expected a whole number > 0")
-    asked = f"split has {num_stages} stages" if chunks is None else f"chunks={chunks} makes {ranks * chunks} stages"
+            raise InvalidPlan(f"{argument}={number!r}: expected a whole number > 0")
+    request = f"split has {num_stages} stages" if chunks is None else f"chunks={chunks} makes {ranks * chunks} stages"
     if num_stages is None:
         num_stages = ranks * (kind.chunks if chunks is None else chunks)
     elif chunks is not None and num_stages != ranks * chunks:
-        raise InvalidPlan(f"split has {num_stages} stages, and {asked} on {ranks} ranks: leave out one of them")
+        raise InvalidPlan(f"split has {num_stages} stages, and {request} on {ranks} ranks: leave out one of them")
     per_rank, rest = divmod(num_stages, ranks)
     if rest or per_rank < kind.chunks or (per_rank > kind.chunks and not kind.takes_several):
         expected = f"a multiple of {ranks} from {ranks * kind.chunks}" if kind.takes_several else ranks * kind.chunks
-        raise InvalidPlan(f"{asked}, and schedule={name!r} takes {expected} on {ranks} ranks of the pipeline axis")
+        raise InvalidPlan(f"{request}, and schedule={name!r} takes {expected} on {ranks} ranks of the pipeline axis")
     order = StageOrder(name, ranks, per_rank, microbatches)
     least = order.num_stages if name in ("1f1b", "dualpipev") else 1
     if microbatches < least:

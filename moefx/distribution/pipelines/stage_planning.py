@@ -161,7 +161,7 @@ def _reduce_architecture(
 ) -> Architecture | None:
     """Return the architecture of the stages of one rank together, None without experts."""
     ends = list(itertools.accumulate(counts, initial=0))
-    has_experts = [each for stage in own_stages for each in reading.has_experts[ends[stage] : ends[stage + 1]]]
+    has_experts = [is_moe for stage in own_stages for is_moe in reading.has_experts[ends[stage] : ends[stage + 1]]]
     if not any(has_experts):
         return None
     embedding, is_last = whole.vocab_size * whole.hidden_size, len(counts) - 1 in own_stages

@@ -97,24 +97,24 @@ def settle_zero(data: str, zero: int | None, planned: int | None, data_ranks: in
     if data_ranks == 1:  # nothing to share
         return 0
     default = 0 if data == "ddp" else planned or 1
-    found = default if zero is None else zero
-    if (found == 0) != (data == "ddp"):
+    stage = default if zero is None else zero
+    if (stage == 0) != (data == "ddp"):
         raise InvalidPlan(
             f"pipeline(data={data!r}, zero={zero}): data='ddp' shares nothing (ZeRO-0), data='fsdp' and 'hsdp' share "
             "optimizer states at least (ZeRO-1): change one of them"
         )
-    if planned is not None and found != planned:
+    if planned is not None and stage != planned:
         remedy = f"zero={planned}" if planned else "data='ddp'"
         raise InvalidPlan(
             f"the planner's layout has zero={planned}, and pipeline was given data={data!r} and zero={zero}: pass "
             f"{remedy}, or take zero out of the layout"
         )
-    if found > 1 and splits_backward:
+    if stage > 1 and splits_backward:
         raise InvalidPlan(
-            f"ZeRO-{found} reduces gradients as soon as a micro-batch's backward ends, and this schedule delays those "
+            f"ZeRO-{stage} reduces gradients as soon as a micro-batch's backward ends, and this schedule delays those "
             "of weights: use schedule='1f1b' or 'interleaved', or zero=1"
         )
-    return found
+    return stage
 
 
 class UnmanagedStage(nn.Module):
