@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -42,8 +42,9 @@ from ..ir.expert_placement import ExchangeRoutes, Placement
 from ..ir.graph_levels import eliminate_dead_code
 from ..ir.node_values import get_argument
 from ..ir.ops import dialect  # registers the ops
-from .exchange.exchange_emission import Exchange, add_label
+from .exchange.exchange_emission import UnevenExchange, add_label
 from .exchange.gathered_experts import GatheredTokens
+from .exchange.local_experts import move_experts, read_local_parts
 from .exchange.routed_region import RoutedRegion
 from .pass_manager import graph_pass
 
@@ -66,8 +67,8 @@ def insert_collectives(
     """Distribute the routed sum over the ranks of the expert axis.
 
     Args:
-        stacked: names of parameters that hold all experts in one tensor, a DTensor. Of separate parameters each rank
-            has those of its own experts only.
+        stacked: names of parameters that hold all experts in one tensor, a DTensor. If each expert has its own
+            parameters, a rank holds those of its experts only.
         trained: names of parameters with gradients.
         samples: the sampler number of the block, see `ir.ops.parameter_samples`.
     """
@@ -81,25 +82,36 @@ def insert_collectives(
             source=str(shared[0].meta.get("source", "")),
             remedy="apply it before the experts, or after their sum",
         )
-    _insert(routed, placement, routes, stacked, samples)
+    exchanges = _insert_exchanges(routed, placement, routes, samples)
+    for exchange in exchanges:
+        move_experts(exchange.routed, exchange.received, placement)
+    _return_sums(routed, exchanges)
+    read_local_parts(block.graph, stacked, placement)
     return eliminate_dead_code(block)
 
 
-def _insert(
-    routed: RoutedRegion, placement: Placement, routes: ExchangeRoutes, stacked: Collection[str], samples: int
-) -> None:
-    graph = routed.graph
+def _insert_exchanges(
+    routed: RoutedRegion, placement: Placement, routes: ExchangeRoutes, samples: int
+) -> Sequence[UnevenExchange | GatheredTokens]:
+    """Emit the rows that travel to their experts.
+
+    Returns:
+        The exchange of each chunk of tokens, in the order of their starts.
+    """
     tokens, choices = (list(dict.fromkeys(n.args[0] for n in at)) for at in (routed.gathers, routed.picks))
     weights = get_argument(routed.pft, "topk_weights")
     if routed.has_weights and weights not in choices:
         choices = [*choices, weights]
     fingerprint = _fingerprint(routed, [*tokens, *choices], placement, routes)
     if routes.gathers:
-        return _insert_gather(routed, placement, routes, tokens, choices, fingerprint, stacked)
+        gathered = GatheredTokens(routed, placement, routes)
+        with routed.graph.inserting_before(routed.region[0]):
+            gathered.insert_gather(_insert_places(routed, placement, routes), tokens, choices, fingerprint)
+        return [gathered]
     chunks = [
-        Exchange(part, placement, routes) for part in (*(routed.copy() for _ in range(routes.chunks - 1)), routed)
+        UnevenExchange(part, placement, routes) for part in (*(routed.copy() for _ in range(routes.chunks - 1)), routed)
     ]
-    with graph.inserting_before(routed.region[0]):
+    with routed.graph.inserting_before(routed.region[0]):
         place = _insert_places(routed, placement, routes)
         places = [place] if len(chunks) == 1 else _insert_chunks(routed, place, len(chunks))
         for chunk, part in zip(chunks, places, strict=True):
@@ -116,41 +128,19 @@ def _insert(
         splits = iter(_insert_splits(routed, counts, placement, routes, kwargs, len(chunks)))
         for chunk in chunks:
             chunk.insert_rows(tokens, choices, splits)
-    for chunk in chunks:
-        chunk.move_experts()
+    return chunks
+
+
+def _return_sums(routed: RoutedRegion, exchanges: Sequence[UnevenExchange | GatheredTokens]) -> None:
+    """Emit the return of each routed sum to the ranks of the tokens, and add the sums of all chunks."""
     for number, node in enumerate(routed.sums):
         users = list(node.users)
-        with graph.inserting_before(chunks[0].routed.sums[number].next):  # the first copy comes after all others
-            out, *more = [chunk.insert_back(chunk.routed.sums[number]) for chunk in chunks]
-            for other in more:  # 0 for tokens of other chunks
+        with routed.graph.inserting_before(exchanges[0].routed.sums[number].next):  # comes after all other chunks
+            out, *other_chunks = [exchange.insert_back(exchange.routed.sums[number]) for exchange in exchanges]
+            for other in other_chunks:  # 0 for tokens of other chunks
                 out = routed.call(aten.add.Tensor, (out, other), {}, ("S", "D"), "out")
         for user in users:
             user.replace_input_with(node, out)
-    _read_local_parts(graph, stacked, placement)
-
-
-def _insert_gather(
-    routed: RoutedRegion,
-    placement: Placement,
-    routes: ExchangeRoutes,
-    tokens: list[fx.Node],
-    choices: list[fx.Node],
-    fingerprint: int,
-    stacked: Collection[str],
-) -> None:
-    """Let every rank compute on the tokens of all ranks."""
-    gathered, moved = GatheredTokens(routed, placement, routes), Exchange(routed, placement, routes)
-    with routed.graph.inserting_before(routed.region[0]):
-        gathered.insert_gather(_insert_places(routed, placement, routes), tokens, choices, fingerprint)
-    moved.received, moved.replacements = gathered.received, gathered.replacements
-    moved.move_experts()
-    for node in routed.sums:
-        users = list(node.users)
-        with routed.graph.inserting_before(node.next):
-            out = gathered.insert_back(node)
-        for user in users:
-            user.replace_input_with(node, out)
-    _read_local_parts(routed.graph, stacked, placement)
 
 
 def _fingerprint(routed: RoutedRegion, sent: list[fx.Node], placement: Placement, routes: ExchangeRoutes) -> int:
@@ -209,21 +199,6 @@ def _insert_splits(
     names = (*(add_label("splits", label) for label in labels), "choices") * chunks
     letters = (*(("2", "W") for _ in labels), ("1",)) * chunks
     return routed.unpack(splits, letters, names)
-
-
-def _read_local_parts(graph: fx.Graph, stacked: Collection[str], placement: Placement) -> None:
-    for root in [n for n in graph.nodes if n.op == "get_attr" and n.target in stacked]:
-        with graph.inserting_after(root):
-            local = graph.call_method("to_local", (root,))
-        local.meta["source"] = root.meta.get("source", "")
-        root.replace_all_uses_with(local, delete_user_cb=lambda user, local=local: user is not local)
-        if "val" in root.meta:
-            every = root.meta["val"]
-            local.meta["val"] = every.new_empty((len(every) // placement.num_ranks, *every.shape[1:]))
-        later = list(local.users)
-        for node in later:  # derived values now have fewer experts
-            node.meta.pop("val", None)
-            later += [user for user in node.users if user not in later]
 
 
 def _width(value: Any) -> int | None:

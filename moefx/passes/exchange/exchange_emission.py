@@ -1,6 +1,6 @@
 """Emit the exchange of a routed region among ranks, hop by hop. `collectives` describes it.
 
-`Exchange` emits the plans, the rows that travel to their experts, and the sums that return.
+`UnevenExchange` emits the plans, the rows that travel to their experts, and the sums that return.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from ...ir.expert_body import ExpertBody
 from ...ir.expert_placement import ExchangeRoutes, Placement, TopologyLevel
 from ...ir.ops import dialect  # registers the ops
+from .local_experts import ReceivedRows
 from .routed_region import RoutedRegion
 
 aten = torch.ops.aten
@@ -52,7 +52,7 @@ class Hop:
         return self.sent[1]
 
 
-class Exchange:
+class UnevenExchange:
     """The exchange of a routed region, or of one chunk of its tokens, in both directions."""
 
     def __init__(self, routed: RoutedRegion, placement: Placement, routes: ExchangeRoutes):
@@ -61,8 +61,7 @@ class Exchange:
         self._call, self._parts = routed.call, routed.unpack
         self.hops: list[Hop] = []  # level by level
         self.near: Hop | None = None
-        self.received: dict[fx.Node, fx.Node] = {}  # sent value -> received value
-        self.replacements: dict[fx.Node, fx.Node] = {}  # result of the old `build_pft` -> result of the new one
+        self.received = ReceivedRows({}, {})
 
     def insert_plans(self, place: fx.Node) -> None:
         """Emit the plans of the exchanges that start with this rank's own tokens."""
@@ -88,32 +87,21 @@ class Exchange:
         """Emit the exchange, and a `build_pft` of the received rows."""
         routes, slots, weights = self.routes, self.placement.num_slots, self.pft.args[1]
         of_hops = [next(splits) for _ in routes.levels]
-        moved, values = tokens, choices
+        moved, sent_values = tokens, choices
         for index, own_splits in enumerate(of_hops):
-            self._start(self.hops[index], moved, values, own_splits)
+            self._start(self.hops[index], moved, sent_values, own_splits)
             if self.near is not None and not index:  # the exchange between nodes takes longest and starts first
                 self._start(self.near, tokens, choices, next(splits))
             if index + 1 < len(of_hops):
-                moved, place, values = self._wait([self.hops[index]], ("pilots", "places", "pilot_weights"))
+                moved, place, sent_values = self._wait([self.hops[index]], ("pilots", "places", "pilot_weights"))
                 self.hops.append(self._plan(index + 1, place, routes.label(index + 1)))
         arrived, local, scales = self._wait(self._last_hops(), ("rows", "slots", "weights"))
-        self.received = dict(zip([*tokens, *choices], [*arrived, *scales], strict=True))
-        own_weights = self.received[weights] if self.routed.has_weights else None
+        values = dict(zip([*tokens, *choices], [*arrived, *scales], strict=True))
+        own_weights = values[weights] if self.routed.has_weights else None
         kwargs = {"num_experts": slots, "num_rows": next(splits)}
         here = self._call(ops.build_pft.default, (local, own_weights, None), kwargs)
         parts = self._parts(here, (("B",), ("B",), ("E+1",), ("R", "J"), ("B",)))
-        self.replacements = {self.results[i]: parts[i] for i in self.results}
-
-    def move_experts(self) -> None:
-        """Let the experts compute on the received rows, with this rank's parameters."""
-        routed = self.routed
-        for node in routed.region:
-            if node in routed.gathers or node in routed.picks:
-                node.args = (self.received[node.args[0]], *node.args[1:])
-            for before, after in self.replacements.items():
-                node.replace_input_with(before, after)
-            self._select_parameters(node)
-            _mark_as_received(node)
+        self.received = ReceivedRows(values, {self.results[i]: parts[i] for i in self.results})
 
     # ------------------------------------------------------------------ hops
     def _plan(self, index: int, place: fx.Node, label: str) -> Hop:
@@ -193,56 +181,6 @@ class Exchange:
         name = add_label("sums", hop.label) if hop.label else ""
         return self._call(ops.wait_sums.default, (*sent, *hop.plan), kwargs, (rows, "D"), name)
 
-    # ------------------------------------------------------------------ parameters
-    def _select_parameters(self, node: fx.Node) -> None:
-        """Replace the parameters of all experts by those of this rank's experts, in the order of their slots."""
-        if node.target is ops.expert_mlp.default:
-            body = ExpertBody.from_json(node.kwargs["body"])
-            biased = [g for g in body.up if g.bias]
-            gemms = (body.up, biased, [body.down], [body.down] if body.down.bias else [])
-            lists = [self._select(args, [g.num for g in of]) for args, of in zip(node.args[5:9], gemms, strict=True)]
-            node.args = (*node.args[:5], *lists)
-            node.update_kwarg("body", body.with_experts(self.placement.num_slots).to_json())
-        elif node.target is ops.grouped_mm.default:
-            node.args = (node.args[0], self._select(node.args[1], [len(node.args[1])]), *node.args[2:])
-        elif node.target is ops.expert_rows.default:
-            node.args = (self._select(node.args[0], [len(node.args[0])]), *node.args[1:])
-
-    def _select(self, parameters: list[fx.Node], sizes: list[int]) -> list[fx.Node]:
-        """Select this rank's parameters from a flat list of groups: one stack of all experts, or E separate ones."""
-        found: list[fx.Node] = []
-        for size in sizes:
-            group, parameters = parameters[:size], parameters[size:]
-            if size == 1:
-                found += group
-                self._shorten_stacks(group[0])
-                continue
-            own = [group[e] for e in self.placement.local_experts]
-            if size > 1 and group[0].target is aten.select.int and len({n.args[0] for n in group}) == 1:
-                for slot, node in enumerate(own):  # selected from a stack, which holds this rank's experts only
-                    node.args = (node.args[0], 0, slot)
-            found += own
-        return found
-
-    def _shorten_stacks(self, node: fx.Node) -> None:
-        """Shorten stacks of separate parameters to this rank's experts."""
-        left = [node]
-        while left:
-            node = left.pop()
-            if node.target is aten.stack.default and len(node.args[0]) == self.placement.num_experts:
-                node.args = ([node.args[0][e] for e in self.placement.local_experts], *node.args[1:])
-                node.meta.pop("val", None)
-            elif node.op == "call_function":
-                left += node.all_input_nodes
-
 
 def add_label(name: str, label: str) -> str:
     return f"{name}_{label}" if label else name
-
-
-def _mark_as_received(node: fx.Node) -> None:
-    """Drop the node's value, whose shape is that of this rank's rows, and rename letters S and s to R."""
-    node.meta.pop("val", None)
-    letters = node.meta.get("letters")
-    if isinstance(letters, tuple) and all(isinstance(a, str) for a in letters):
-        node.meta["letters"] = tuple("R" if a in ("S", "s") else a for a in letters)

@@ -20,6 +20,7 @@ from torch import fx
 from ...ir.expert_placement import ExchangeRoutes, Placement
 from ...ir.node_values import get_argument
 from ...ir.ops import dialect  # registers the ops
+from .local_experts import ReceivedRows
 from .routed_region import RoutedRegion
 
 ops = torch.ops.moefx
@@ -30,7 +31,7 @@ class GatheredTokens:
     """The exchange of a routed region.
 
     Attributes:
-        received: the received value for each sent one. replacements: the new result of `build_pft` for each old one.
+        received: the gathered values.
     """
 
     def __init__(self, routed: RoutedRegion, placement: Placement, routes: ExchangeRoutes):
@@ -38,8 +39,7 @@ class GatheredTokens:
         (level,) = routes.levels
         self.to = {"size": level.size, "group": level.group}
         self.axis = level.axis
-        self.received: dict[fx.Node, fx.Node] = {}
-        self.replacements: dict[fx.Node, fx.Node] = {}
+        self.received = ReceivedRows({}, {})
         self.place: fx.Node | None = None
         self.letter = "S"
 
@@ -61,11 +61,11 @@ class GatheredTokens:
         of_tokens = tuple(("A", *t.meta.get("letters", ("S", "D"))[1:]) for t in tokens)
         letters = (*of_tokens, ("A", "K"), *(("A", "K") for _ in choices))
         arrived = parts(waited, letters, (*("rows" for _ in tokens), "slots", *("weights" for _ in choices)))
-        self.received = dict(zip([*tokens, *choices], [*arrived[:num], *arrived[num + 1 :]], strict=True))
-        weights = self.received[get_argument(pft, "topk_weights")] if self.routed.has_weights else None
+        values = dict(zip([*tokens, *choices], [*arrived[:num], *arrived[num + 1 :]], strict=True))
+        weights = values[get_argument(pft, "topk_weights")] if self.routed.has_weights else None
         here = call(ops.build_pft.default, (arrived[num], weights, None), {"num_experts": self.placement.num_slots})
         results = parts(here, (("B",), ("B",), ("E+1",), ("A", "K"), ("B",)))
-        self.replacements = {self.routed.results[i]: results[i] for i in self.routed.results}
+        self.received = ReceivedRows(values, {self.routed.results[i]: results[i] for i in self.routed.results})
 
     def insert_back(self, sums: fx.Node) -> fx.Node:
         """Return the sums of all ranks' tokens to the ranks of the tokens."""

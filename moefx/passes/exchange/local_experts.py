@@ -1,0 +1,113 @@
+"""Let the experts of a rank compute on received rows: replace values, and select the rank's own parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from ...ir.expert_body import ExpertBody
+from ...ir.expert_placement import Placement
+from ...ir.ops import dialect  # registers the ops
+from .routed_region import RoutedRegion
+
+aten = torch.ops.aten
+ops = torch.ops.moefx
+_ = dialect
+
+
+class ReceivedRows(NamedTuple):
+    """What an exchange brings to a rank.
+
+    Attributes:
+        values: the received value for each sent one.
+        pft: the result of the new `build_pft` for each of the old one.
+    """
+
+    values: dict[fx.Node, fx.Node]
+    pft: dict[fx.Node, fx.Node]
+
+
+def move_experts(routed: RoutedRegion, received: ReceivedRows, placement: Placement) -> None:
+    """Let the experts compute on the received rows, with this rank's parameters."""
+    for node in routed.region:
+        if node in routed.gathers or node in routed.picks:
+            node.args = (received.values[node.args[0]], *node.args[1:])
+        for before, after in received.pft.items():
+            node.replace_input_with(before, after)
+        _select_parameters(node, placement)
+        _mark_as_received(node)
+
+
+def read_local_parts(graph: fx.Graph, stacked: Collection[str], placement: Placement) -> None:
+    """Read the local part of each DTensor that holds all experts.
+
+    Args:
+        stacked: the names of these parameters.
+    """
+    for root in [n for n in graph.nodes if n.op == "get_attr" and n.target in stacked]:
+        with graph.inserting_after(root):
+            local = graph.call_method("to_local", (root,))
+        local.meta["source"] = root.meta.get("source", "")
+        root.replace_all_uses_with(local, delete_user_cb=lambda user, local=local: user is not local)
+        if "val" in root.meta:
+            whole = root.meta["val"]
+            local.meta["val"] = whole.new_empty((len(whole) // placement.num_ranks, *whole.shape[1:]))
+        later = list(local.users)
+        for node in later:  # derived values now have fewer experts
+            node.meta.pop("val", None)
+            later += [user for user in node.users if user not in later]
+
+
+def _select_parameters(node: fx.Node, placement: Placement) -> None:
+    """Replace the parameters of all experts by those of this rank's experts, in the order of their slots."""
+    if node.target is ops.expert_mlp.default:
+        body = ExpertBody.from_json(node.kwargs["body"])
+        biased = [g for g in body.up if g.bias]
+        gemms = (body.up, biased, [body.down], [body.down] if body.down.bias else [])
+        lists = [_select(args, [g.num for g in of], placement) for args, of in zip(node.args[5:9], gemms, strict=True)]
+        node.args = (*node.args[:5], *lists)
+        node.update_kwarg("body", body.with_experts(placement.num_slots).to_json())
+    elif node.target is ops.grouped_mm.default:
+        node.args = (node.args[0], _select(node.args[1], [len(node.args[1])], placement), *node.args[2:])
+    elif node.target is ops.expert_rows.default:
+        node.args = (_select(node.args[0], [len(node.args[0])], placement), *node.args[1:])
+
+
+def _select(parameters: list[fx.Node], sizes: list[int], placement: Placement) -> list[fx.Node]:
+    """Select this rank's parameters from a flat list of groups: one stack of all experts, or E separate ones."""
+    selected: list[fx.Node] = []
+    for size in sizes:
+        group, parameters = parameters[:size], parameters[size:]
+        if size == 1:
+            selected += group
+            _shorten_stacks(group[0], placement)
+            continue
+        own = [group[e] for e in placement.local_experts]
+        if size > 1 and group[0].target is aten.select.int and len({n.args[0] for n in group}) == 1:
+            for slot, node in enumerate(own):  # selected from a stack, which holds this rank's experts only
+                node.args = (node.args[0], 0, slot)
+        selected += own
+    return selected
+
+
+def _shorten_stacks(node: fx.Node, placement: Placement) -> None:
+    """Shorten stacks of separate parameters to this rank's experts."""
+    left = [node]
+    while left:
+        node = left.pop()
+        if node.target is aten.stack.default and len(node.args[0]) == placement.num_experts:
+            node.args = ([node.args[0][e] for e in placement.local_experts], *node.args[1:])
+            node.meta.pop("val", None)
+        elif node.op == "call_function":
+            left += node.all_input_nodes
+
+
+def _mark_as_received(node: fx.Node) -> None:
+    """Drop the node's value, whose shape is that of this rank's rows, and rename letters S and s to R."""
+    node.meta.pop("val", None)
+    letters = node.meta.get("letters")
+    if isinstance(letters, tuple) and all(isinstance(a, str) for a in letters):
+        node.meta["letters"] = tuple("R" if a in ("S", "s") else a for a in letters)
