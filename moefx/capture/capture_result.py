@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ..errors import Refused
 from .code_locations import Source
 from .sizes.size_guards import SizeLog
+
+if TYPE_CHECKING:
+    from .emptiness.idle_tests import EmptinessTests
+    from .tracing.concrete_routing import Routing
+    from .tracing.host_reads import Interventions
 
 # Force mixed outcomes, element by element: both outcomes of a comparison, an integer or one more. Choices select among
 # arbitrary numbers.
@@ -95,24 +102,46 @@ class LimitedOutcome:
 class Capture:
     """A captured block.
 
-    `graph` is functional. The `meta` of its nodes is a `CaptureMeta`.
+    Attributes:
+        routing, interventions: how the block was captured, as `capture_block` takes them.
+        graph: functional. The `meta` of its nodes is a `CaptureMeta`.
+        nodes: those of the graph, in order.
+        out: the result, with nodes for tensors.
+        calls: the calls of submodules, in the order of their ends.
+        effects: the changes that the block made.
+        reads: booleans and floats that Python read from tensors, in order.
+        plain_reads: integers that Python read from tensors, by the user's call stack.
+        emptiness_tests: tests for experts without tokens.
+        sizes: the comparisons of sizes.
+        constants: tensors of the program that are neither inputs nor parameters, by name.
+        refusals: reasons to refuse the block, in the order of their discovery.
+        modes_read: modes that the block read, such as `training`.
+        fake_mode: the mode of the abstract tensors.
+        compute_value: computes the value of a node under the routing.
+        computed: results of `compute_once`, by name.
     """
 
+    routing: Routing
+    interventions: Interventions
     graph: fx.Graph
+    nodes: list[fx.Node]
     out: Any
     calls: list[SubmoduleCall]
     effects: list[Effect]
     reads: list[HostRead]
+    plain_reads: dict[tuple[Source, ...], list[Any]]
+    emptiness_tests: EmptinessTests
     sizes: SizeLog
-    nodes: list[fx.Node]
     constants: dict[str, torch.Tensor]
-    tracer: Any  # the `Tracer` that ran the block
+    refusals: list[Refused]
     modes_read: set[str]
-    computed: dict[Any, Any] = dataclasses.field(default_factory=dict)  # results of `compute_once`, by name
+    fake_mode: FakeTensorMode
+    compute_value: Callable[[fx.Node], torch.Tensor]
+    computed: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     def concrete_value(self, node: fx.Node) -> torch.Tensor:
         """Return the value of a node under the routing of this capture."""
-        return self.tracer.concrete_value(node)
+        return self.compute_value(node)
 
     def compute_once(self, name: Any, compute: Callable[[], Any]) -> Any:
         """Return the result of `compute`, cached under a name."""

@@ -117,16 +117,22 @@ def capture_block(
                 t.copy_(value)
     tracer.graph.output(None)
     return Capture(
-        tracer.graph,
-        out,
-        tracer.calls,
-        effects,
-        tracer.reads,
-        tracer.sizes,
-        tracer.nodes,
-        tracer.constants,
-        tracer,
-        tracer.modes_read,
+        routing=tracer.routing,
+        interventions=tracer.interventions,
+        graph=tracer.graph,
+        nodes=tracer.nodes,
+        out=out,
+        calls=tracer.calls,
+        effects=effects,
+        reads=tracer.reads,
+        plain_reads=tracer.plain_reads,
+        emptiness_tests=tracer.emptiness_tests,
+        sizes=tracer.sizes,
+        constants=tracer.constants,
+        refusals=tracer.refusals,
+        modes_read=tracer.modes_read,
+        fake_mode=tracer.fake_mode,
+        compute_value=tracer.concrete_value,
     )
 
 

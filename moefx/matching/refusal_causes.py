@@ -77,7 +77,7 @@ def explain_branch(state: ProofState) -> Refused | None:
     diagnosed = state.evidence.diagnosed_capture
     if diagnosed is None or state.evidence.forms:
         return None
-    routing, sizes = diagnosed.tracer.routing.restart(), diagnosed.sizes.dims
+    routing, sizes = diagnosed.routing.restart(), diagnosed.sizes.dims
     for read in diagnosed.reads:
         if type(read.value) is bool and (buffers := find_buffers(read)):
             with suppress_program_errors(MoefxError):

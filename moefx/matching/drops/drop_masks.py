@@ -128,10 +128,10 @@ def _explain_left_out(several: Sequence[CanonicalForm]) -> Refused | None:
 
 def _find_varied_value(match: Match) -> Source | None:
     """Find the value whose variation (`FORCE_VARIED`) made a capture drop slots that it keeps otherwise."""
-    full = {(str(one.capture.tracer.routing), one.tokens) for one in match.forms if one.kept_slots.all()}
+    full = {(str(one.capture.routing), one.tokens) for one in match.forms if one.kept_slots.all()}
     for form in match.forms:
-        if not form.kept_slots.all() and (str(form.capture.tracer.routing), form.tokens) in full:
-            for at, how in form.capture.tracer.interventions.items():
+        if not form.kept_slots.all() and (str(form.capture.routing), form.tokens) in full:
+            for at, how in form.capture.interventions.items():
                 if how == FORCE_VARIED and isinstance(at, tuple) and isinstance(at[0], Source):
                     return at[0]
     return None

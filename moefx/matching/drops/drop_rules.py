@@ -114,10 +114,10 @@ def _find_tie_break(match: Match, capturer: Capturer, owned: set[int]) -> TieBre
     for form, (fewest, most) in zip(match.forms, bounds, strict=True):
         if most is None or form.optional_guard:
             continue
-        tracer, tied = form.capture.tracer, None
-        routing = Routing("tied", tracer.routing.seed)
+        capture, tied = form.capture, None
+        routing = Routing("tied", capture.routing.seed)
         with suppress_program_errors(MoefxError):
-            tied = capturer.capture_and_lift(routing, form.sizes, tracer.interventions)
+            tied = capturer.capture_and_lift(routing, form.sizes, capture.interventions)
         if tied is None:
             continue
         ranks = _rank_slots(tied, "weight", owned, is_tied=True)

@@ -125,7 +125,7 @@ class Lifter:
                 "each row depends on too many others to be followed: rows are mixed, as in attention"
             ) from None
         except OutOfBounds as error:
-            if self.capture.tracer.interventions:  # a forced value, which the program never has
+            if self.capture.interventions:  # a forced value, which the program never has
                 raise
             raise Refused(
                 f"{error}: the program raises an error for some sizes or numbers, such as more tokens than a table of "

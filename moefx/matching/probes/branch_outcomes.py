@@ -270,12 +270,12 @@ def _find_boundary_values(
     """
     if (at := find_capture(state, captured, {read.call_stack: None})) is None:
         return []
-    tracer = state.evidence.forms[at].capture.tracer
+    capture = state.evidence.forms[at].capture
 
     def outline(value: Any) -> tuple[Any, list[Any], dict[Any, Any]] | None:
-        interventions = {**tracer.interventions, read.call_stack: value}
+        interventions = {**capture.interventions, read.call_stack: value}
         try:
-            nodes = state.capture(tracer.routing.restart(), state.evidence.sizes[at], interventions).nodes
+            nodes = state.capture(capture.routing.restart(), state.evidence.sizes[at], interventions).nodes
         except MoefxError:
             return value, [], {}  # a program that no capture follows is like no other one
         except Exception as error:  # the program may check the value

@@ -65,7 +65,7 @@ def separate_selections(state: ProofState) -> None:
     for form in state.evidence.forms:
         for n in _find_other_choices(form):
             for site in map(locate_decision, find_float_decisions(n)):
-                if site in form.capture.tracer.interventions or not _are_alike(n.meta["val"], form.ids, form):
+                if site in form.capture.interventions or not _are_alike(n.meta["val"], form.ids, form):
                     differing.add(site)
                 equal_forms.setdefault(site, []).append(form)
     for site, forms in equal_forms.items():
@@ -98,7 +98,7 @@ def _find_equal_numbers(state: ProofState) -> dict[DecisionSite, CanonicalForm]:
             if get_op_name(n) in _MOVES or find_float_decisions(n) or _changes_nothing(n, ranges):
                 continue
             site = locate_decision(n)
-            if site in form.capture.tracer.interventions or not _equals_slots(val, form.ids):
+            if site in form.capture.interventions or not _equals_slots(val, form.ids):
                 differing.add(site)
             elif len(form.ids.unique(dim=0)) > 1:
                 equal.setdefault(site, form)
@@ -207,14 +207,14 @@ def _separate(state: ProofState, site: DecisionSite, force: Any, what: str, capt
     if (at := find_capture(state, captured, {site: force})) is None:
         return
     form = state.evidence.forms[at]
-    tracer, sizes = form.capture.tracer, form.sizes
+    capture, sizes = form.capture, form.sizes
     try:
         step = ForcedStep(OutcomeKind.OP, site[0], what)
         force_outcome(state, step, {site: force}, captured, is_safe=False)
     except Refused as refusal:
-        interventions: dict[Any, Any] = {**tracer.interventions, site: force}
+        interventions: dict[Any, Any] = {**capture.interventions, site: force}
         try:
-            parted = state.lift_with_hint(state.capture(tracer.routing.restart(), sizes, interventions), None)
+            parted = state.lift_with_hint(state.capture(capture.routing.restart(), sizes, interventions), None)
             state.relift_evidence(parted)
             state.evidence.add(parted)
         except Refused:

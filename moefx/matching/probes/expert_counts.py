@@ -67,7 +67,7 @@ def _find_seen_counts(state: ProofState) -> set[int]:
     """Return the numbers of tokens per expert in captures of several tokens without forced outcomes."""
     seen: set[int] = set()
     for form in state.evidence.forms:
-        if form.optional_guard is None and len(form.ids) > 1 and not form.capture.tracer.interventions:
+        if form.optional_guard is None and len(form.ids) > 1 and not form.capture.interventions:
             experts = [e for group in state.evidence.reference.groups for e in group.ids]
             seen |= {int((form.ids == e).sum()) for e in experts}
     return seen

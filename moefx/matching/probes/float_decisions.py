@@ -77,7 +77,7 @@ def _find_decisions(state: ProofState) -> list[_Decision]:
         for n in form.capture.nodes:
             made_of = find_float_decisions(n)
             sites = set(map(locate_decision, made_of))
-            if not sites or sites & form.capture.tracer.interventions.keys():
+            if not sites or sites & form.capture.interventions.keys():
                 continue
             is_boolean = n.meta["val"].dtype is torch.bool
             decided = n if is_boolean else made_of[0]
@@ -103,9 +103,9 @@ def _force_each(
     """Force mixed outcomes in one capture of each kind of routing, once."""
     step = ForcedStep(OutcomeKind.OP, source, what)
     for captured in choose_captures(forms):
-        if not state.evidence.is_settled((sites, captured.tracer)):
+        if not state.evidence.is_settled((sites, captured.graph)):
             force_outcome(state, step, dict.fromkeys(sites, FORCE_MIXED), captured, is_safe=False)
-            state.evidence.settle((sites, captured.tracer))
+            state.evidence.settle((sites, captured.graph))
 
 
 def _name_operand(a: Any) -> Any:
@@ -119,7 +119,7 @@ def choose_captures(forms: list[CanonicalForm]) -> list[Capture]:
     A decision may matter only with many tokens or a crowd. Captures of a few tokens may not show the form.
     """
     many = sorted((form for form in forms if len(form.ids) > _FEW_TOKENS), key=lambda form: len(form.ids))
-    largest = {form.capture.tracer.routing.kind: form for form in many}
+    largest = {form.capture.routing.kind: form for form in many}
     return list({id(form.capture): form.capture for form in (forms[0], *largest.values())}.values())
 
 

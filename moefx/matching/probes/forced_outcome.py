@@ -82,9 +82,11 @@ def force_outcome(
     if at is None:  # a guard excludes calls like it
         return True
     form = state.evidence.forms[at]
-    tracer, optional = form.capture.tracer, form.optional_guard
+    capture, optional = form.capture, form.optional_guard
     try:
-        forced = state.capture_and_lift(tracer.routing.restart(), form.sizes, {**tracer.interventions, **interventions})
+        forced = state.capture_and_lift(
+            capture.routing.restart(), form.sizes, {**capture.interventions, **interventions}
+        )
         if not _has_forced(forced.capture, interventions):
             raise refuse_change(step)
         state.evidence.add(forced, optional, step.source if step.kind is not OutcomeKind.OP else None)

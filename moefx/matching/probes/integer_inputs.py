@@ -222,9 +222,9 @@ def _force_other_value(state: ProofState, node: fx.Node, index: int) -> None:
         source=str(source),
         remedy="pass example_inputs with which both outcomes occur, or set the buffers so",
     )
-    interventions = {**base.capture.tracer.interventions, (source, str(node.target), True): FORCE_MIXED}
+    interventions = {**base.capture.interventions, (source, str(node.target), True): FORCE_MIXED}
     try:
-        form = state.capture_and_lift(base.capture.tracer.routing.restart(), base.sizes, interventions)
+        form = state.capture_and_lift(base.capture.routing.restart(), base.sizes, interventions)
         aligned = state.evidence.require_same_form(form)
     except Exception as error:
         if is_internal_error(error):

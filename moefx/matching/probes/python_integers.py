@@ -33,7 +33,7 @@ def refuse_python_integers(state: ProofState) -> None:
     """
     seen: dict[tuple[tuple[Source, ...], int], Any] = {}
     for form in state.evidence.forms:
-        for calls, values in form.capture.tracer.plain_reads.items():
+        for calls, values in form.capture.plain_reads.items():
             if seen.setdefault((calls, len(values)), values) != values:
                 source = calls[0] if calls else None
                 raise Refused(

@@ -48,7 +48,7 @@ def vary_state_between_calls(state: ProofState) -> None:
             stack.callback(values.update, {key: values[key]}) if key in values else stack.callback(values.pop, key)
             values[key] = pytree.tree_map_only(fx.Node, _change_value, node)
         try:
-            again = state.capture_and_lift(first.tracer.routing.restart(), state.evidence.sizes[0])
+            again = state.capture_and_lift(first.routing.restart(), state.evidence.sizes[0])
             again = state.evidence.require_same_form(again)
         except Refused as refusal:
             raise _refuse_carried(written) from refusal

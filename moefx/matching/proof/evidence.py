@@ -99,7 +99,7 @@ class Evidence:
     def log_capture(self, captured: Capture) -> None:
         """Log what the program did in a capture, whether or not it gets a form."""
         self._compares_floats = self._compares_floats or bool(find_conditions(captured.nodes))
-        self.emptiness_tests.add(captured.tracer.emptiness_tests)
+        self.emptiness_tests.add(captured.emptiness_tests)
 
     def log_comparisons(self, log: SizeLog, sizes: dict[str, int]) -> None:
         """Log the comparisons of sizes in a capture, which may have failed."""

@@ -128,8 +128,8 @@ class ProofState:
             )  # fmt: skip
         finally:  # an assertion on a size tells which sizes the program supports
             self.evidence.log_comparisons(log, sizes)
-        if captured.tracer.refusals:
-            raise captured.tracer.refusals[0]
+        if captured.refusals:
+            raise captured.refusals[0]
         self.evidence.log_capture(captured)
         return captured
 
@@ -289,7 +289,7 @@ class ProofState:
             Refused: a capture has no canonical form with these arguments.
         """
         self._arguments = arguments
-        routings = [form.capture.tracer.routing.restart() for form in self.evidence.forms]
+        routings = [form.capture.routing.restart() for form in self.evidence.forms]
         sizes = self.evidence.sizes
         self.evidence.replace_forms([self.capture_and_lift(*each) for each in zip(routings, sizes, strict=True)])
 

@@ -52,7 +52,7 @@ class ResidualGraph:
         self.graph = fx.Graph()
         self.new_nodes: dict[fx.Node, fx.Node] = {}  # node of the first capture -> emitted node
         self.make_cut = make_cut
-        self.fake_mode = self.captures[0].tracer.fake_mode
+        self.fake_mode = self.captures[0].fake_mode
         self.inputs: dict[int, fx.Node] = {}
         self.reads = ScalarReads(self.captures)
         self.walk = ResidualWalk(match, self.reads)
