@@ -28,13 +28,20 @@ def for_each_case(module: str, *names: str) -> pytest.MarkDecorator:
 
 
 def keep_pool(size: int) -> Iterator[RunCases]:
-    """Yield a function that runs cases in one pool of ranks, which it starts again after a failure."""
+    """Yield a function that runs cases in a pool of ranks.
+
+    Cases of one module share a pool. The next module gets a new one: process groups of earlier cases would keep a
+    thread and sockets each, more than a thousand over all modules.
+    """
     pool: RankPool | None = None
+    current_module = ""
 
     def run_cases(module: str, *names: str) -> str:
-        nonlocal pool
+        nonlocal pool, current_module
+        if pool is not None and pool.is_alive and module != current_module:
+            pool.kill()
         if pool is None or not pool.is_alive:
-            pool = RankPool(size)
+            pool, current_module = RankPool(size), module
         return pool.run(f"tests.distributed.{module}", *names)
 
     yield run_cases
