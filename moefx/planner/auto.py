@@ -79,7 +79,7 @@ def decide(
     All stages of a pipeline share the expert axes. Each stage has its own checkpoint policy.
 
     Args:
-        facts_by_rank: the facts of each rank, or the error of a rank that cannot go on.
+        facts_by_rank: the facts of each rank, or the error of a rank that failed.
         own_rank: this rank.
         mesh: None for one device.
         is_whole: see `mesh_axes.list_axis_uses`.
@@ -122,7 +122,7 @@ def _check_agreement(facts_by_rank: Mapping[int, Facts | str]) -> dict[int, Fact
     by_rank: dict[int, Facts] = {}
     for rank, facts in sorted(facts_by_rank.items()):
         if isinstance(facts, str):
-            raise InvalidPlan(f"rank {rank} of the mesh cannot go on, {facts}")
+            raise InvalidPlan(f"rank {rank} of the mesh failed before the decision: {facts}")
         by_rank[rank] = facts
     (first, expected), *others = ((rank, _list_agreement_fields(facts)) for rank, facts in by_rank.items())
     for rank, theirs in others:
@@ -137,7 +137,7 @@ def _check_agreement(facts_by_rank: Mapping[int, Facts | str]) -> dict[int, Fact
 
 def _list_agreement_fields(facts: Facts) -> dict[str, str]:
     fields = {f"Plan({name}=...)": repr(value) for name, value in dataclasses.asdict(facts.user_plan).items()}
-    return fields | {f"their platform, which {PLATFORM_VARIABLE} may name": facts.here.platform.name}
+    return fields | {f"their platform (set by {PLATFORM_VARIABLE})": facts.here.platform.name}
 
 
 def _merge_by_stage(all_facts: list[Facts]) -> dict[int, Facts]:

@@ -154,10 +154,14 @@ def case_different_requests_raise() -> None:
     with mock.patch.dict(os.environ, {"MOEFX_PLATFORM": "h200" if odd else "frontier"}):
         check_raises(
             lambda: compile_planned(model, mesh),
-            "platform, which MOEFX_PLATFORM may name: rank 0 frontier, rank 1 h200",
+            "platform (set by MOEFX_PLATFORM): rank 0 frontier, rank 1 h200",
         )
     with mock.patch.dict(os.environ, {"MOEFX_PLATFORM": "h300" if odd else "h200"}):
-        text = "MOEFX_PLATFORM=h300: no platform" if odd else "rank 1 of the mesh cannot go on, UnknownPlatform: MOEFX_"
+        text = (
+            "MOEFX_PLATFORM=h300: no platform"
+            if odd
+            else "rank 1 of the mesh failed before the decision: UnknownPlatform: MOEFX_"
+        )
         check_raises(lambda: compile_planned(model, mesh), text, error=UnknownPlatform if odd else InvalidPlan)
     with mock.patch.dict(os.environ, {"MOEFX_PLATFORM": "frontier"}):
         assert moefx.explain(compile_planned(model, mesh)).planned.to_dict()["platform"] == "frontier"

@@ -109,7 +109,7 @@ def case_different_calls() -> None:
 
         check_call_raises(lambda compiled=compiled, odd=odd: compiled(x, 2.0 if odd else 1.0))
         compiled.sharpness = 2.0 if odd else 1.5
-        check_raises(lambda compiled=compiled: compiled(x), "do not run a block in the same way", error=RanksLost)
+        check_raises(lambda compiled=compiled: compiled(x), "run different programs for one block", error=RanksLost)
         compiled.sharpness = 1.5
 
         def run_mixed(compiled=compiled, odd=odd):

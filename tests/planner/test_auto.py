@@ -147,7 +147,7 @@ def test_ranks_decide_by_the_most_tokens_and_the_least_memory():
     assert found[0].facts.here.platform.memory_bytes == 50e9
     with pytest.raises(InvalidPlan, match=r"do not agree on Plan\(zero=\.\.\.\): rank 0 None, rank 2 3"):
         decide(facts | {2: told(AUTO.replace(zero=3))}, 0, mesh)
-    with pytest.raises(InvalidPlan, match="rank 3 of the mesh cannot go on, CaptureError: no"):
+    with pytest.raises(InvalidPlan, match="rank 3 of the mesh failed before the decision: CaptureError: no"):
         decide(facts | {3: "CaptureError: no"}, 0, mesh)
 
 

@@ -224,7 +224,7 @@ def read_counts(
         ranks = dist.get_process_group_ranks(process_group)
         others = [rank for rank, by_chunk in zip(ranks, received, strict=True) if by_chunk[0][-1] != fingerprint]
         raise RanksLost(
-            f"rank {dist.get_rank()} and {format_ranks(others)} do not run a block in the same way: give all ranks "
+            f"rank {dist.get_rank()} and {format_ranks(others)} run different programs for one block: give all ranks "
             "that share experts the same dtypes, number of features, autocast, numbers among the arguments, and "
             "attributes of modules"
         )

@@ -133,11 +133,11 @@ def _load_order(body: ExpertBody, widths: Sequence[int] | None) -> list[str]:
     groups = [group for group, *_ in body.parts]
     names = [f"a{i}" for i in range(len(body.parts))]
     if len({gemm.bias for gemm in body.up}) > 1:
-        raise Underivable("of two up-projections one has a bias")
+        raise Underivable("only one of two up-projections has a bias")
     if apart := next((gemm.bias_dtype for gemm in (*body.up, body.down) if gemm.bias_dtype), ""):
-        raise Underivable(f"a bias is added in {apart}, which is not what the matrix products are in")
+        raise Underivable(f"a bias has another dtype, {apart}, than the matrix products")
     if len({gemm.transposed for gemm in body.up}) > 1:
-        raise Underivable("of two up-projections one is transposed")
+        raise Underivable("only one of two up-projections is transposed")
     if len(names) > 2:
         raise Underivable(f"{len(names)} parts of the up-projection; the kernels take two")
     if names and sorted(groups) == list(range(len(body.up))) and all(columns == (0, None, 1) for columns in slices):

@@ -47,6 +47,6 @@ def test_the_page_on_soundness_lists_the_probes_in_order():
 
 
 def test_the_page_on_soundness_quotes_limitations():
-    limitations = [cells[0] for cells in read_table("limitations.md", "Not seen")]
+    limitations = [cells[0] for cells in read_table("limitations.md", "Undetected changes")]
     quotes = {cells[-1] for cells in read_table("concepts/soundness.md", "Probes")} - {"-"}
     assert limitations and not [q for q in quotes if not any(row.startswith(q) for row in limitations)]
