@@ -70,7 +70,7 @@ def compile(
         Refused: with a mesh, a block whose experts cannot be spread over ranks.
         UnknownPlatform: the plan is `"auto"`, and MOEFX_PLATFORM names no platform.
     """
-    plan = _check_plan(plan, mesh)
+    plan, original = _check_plan(plan, mesh), model
     model = unwrap_model(model)
     refuse_pipeline(model, "compile")
     if mesh is not None:
@@ -87,7 +87,7 @@ def compile(
         if strict:
             raise NoMoEBlockFound(_describe_refusals(model, survey))
         UNCHANGED[model] = Record((), survey.refused, survey.seconds)
-        return model
+        return original
     for warning in _list_warnings(survey, strict):
         warnings.warn(warning, stacklevel=2)
     try:
@@ -96,7 +96,7 @@ def compile(
         if strict or mesh is not None:
             raise
         UNCHANGED[model] = Record((), (*survey.refused, Refusal("", str(error))), survey.seconds)
-        return model
+        return original
     installed = install_programs(model, proven, compiled, copies)
     for name, guard in installed.failed_guards.items() if strict else ():
         warnings.warn(

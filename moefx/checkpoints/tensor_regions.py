@@ -163,6 +163,7 @@ def _select(step: _Step, region: Region, out: Tensor) -> Parts:
 def _slice(step: _Step, region: Region, out: Tensor) -> Parts:
     arguments: Any = (*step.args, *(0, None, None, 1)[len(step.args) - 1 :])
     source, dim, start, end, stride = arguments
+    dim %= source.dim()
     first, _, stride = slice(start, end, stride).indices(source.shape[dim])
     low, high = region[dim]
     if stride == 1:

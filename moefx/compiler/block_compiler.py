@@ -57,7 +57,6 @@ class StandIns(enum.Enum):
 
 
 PASSES = (fuse, set_checkpoint_policy)  # before the numeric check
-CAN_DISABLE = (*map(get_pass_name, PASSES), "overlap")  # the names that `Plan.disable` may list
 T = TypeVar("T")
 
 
@@ -232,6 +231,11 @@ def _keep_captured_graph(result: BlockRewrite) -> BlockRewrite:
     names = [placeholder_name(path) for path in result.graph.binding.paths]
     captured = build_captured_graph(result.history.name, result.match.forms[0].capture, names)
     return dataclasses.replace(result, history=dataclasses.replace(result.history, captured=captured))
+
+
+def list_optional_passes() -> list[str]:
+    """List the names that `Plan.disable` may contain."""
+    return [*map(get_pass_name, PASSES), "overlap"]
 
 
 def find_argument_paths(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[Path]:

@@ -20,7 +20,7 @@ fail, its error is:
 | sizes, does not hold for the example | a later error that is no refusal, which also ends the stage |
 | options | a later error that is no refusal, which also ends the stage |
 | arguments, a batch of one | none |
-| arguments, the next interpretations | the first refusal, or a later one for mixed positions |
+| arguments, the next interpretations | the first refusal, or a later one for mixed positions or convolutions |
 
 If the table names no error, the error is that of the first attempt. The refusal under restrictions says less if the
 first attempt was refused, too, and the cause of the refusal is `NOT_ROUTED` or `NO_SIZES`. A refusal names the cause in

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ from ..runtime.block_forward import BlockForward
 from ..runtime.change_detection import ReadAttributes
 from ..runtime.program import Program
 from .block_compiler import BlockRewrite, finish_block, rewrite_block, rewrite_with_objects
+from .model_proof import quote_name
 from .numeric_check import check_numerically
 from .program_builder import build_program, move_kind
 
@@ -126,10 +128,16 @@ class LazySpecializer:
                 program = build_program(block, finished, call_args, call_kwargs, call.autocast, attributes_read, tied)
                 if real:
                     _check_admits(block, program, *abstract)
-                if real and self.plan.validation == "auto" and expert_layout is None:
-                    check = check_numerically(block, result, forward.name, self.plan.validation_seconds)
+                if real and self.plan.validation != "symbolic" and expert_layout is None:
+                    check = check_numerically(block, result, forward.name, max(self.plan.validation_seconds, 1.0))
                     if not check.ok:
                         raise Refused(check.text)
+                    if not check.was_possible:
+                        warnings.warn(
+                            f"moefx rewrote {quote_name(forward.name)} for a new kind of call without a numeric check, "
+                            f"on the strength of the symbolic proof alone: {check.text}",
+                            stacklevel=2,
+                        )
         finally:
             forward.counts.original = calls_before  # captures are no calls of the user
         return program.with_arguments(_keep_objects(call.arguments, program)), attributes_read

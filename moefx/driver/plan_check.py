@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from .._plan import Plan
-from ..compiler.block_compiler import CAN_DISABLE
+from ..compiler.block_compiler import list_optional_passes
 from ..errors import InvalidPlan
 
 _MESH_FIELDS = (
@@ -71,11 +71,10 @@ def check_passes(plan: Plan) -> None:
     Raises:
         InvalidPlan: the plan disables an unknown pass.
     """
+    names = list_optional_passes()
     for name in plan.disable:
-        if name not in CAN_DISABLE:
-            raise InvalidPlan(
-                f"Plan(disable={list(plan.disable)}): no pass {name!r}; there is {', '.join(CAN_DISABLE)}"
-            )
+        if name not in names:
+            raise InvalidPlan(f"Plan(disable={list(plan.disable)}): no pass {name!r}; there is {', '.join(names)}")
 
 
 def check_layout(plan: Plan, mesh: Any) -> None:

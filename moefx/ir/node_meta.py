@@ -87,6 +87,7 @@ class BlockMeta(TypedDict, total=False):
         each: the step, the number and the count of experts of a step that is repeated for each expert.
         axis: the mesh axis of an exchange.
         unfused: why the experts before this sum are not fused.
+        num_experts: of a `build_pft`, the number of experts of all kinds among which a token chooses.
     """
 
     val: Any
@@ -97,6 +98,7 @@ class BlockMeta(TypedDict, total=False):
     each: tuple[str, int, int]
     axis: str
     unfused: str
+    num_experts: int
 
 
 class FlatGraphMeta(TypedDict, total=False):

@@ -40,9 +40,8 @@ def limit_capacity(block: BlockGraph, plan: Any) -> BlockGraph:
                 f"weights{_source_text(pft)}; take drop='position_token'"
             )
         with block.graph.inserting_before(pft):
-            capacity = _emit_capacity(
-                block.graph, get_argument(pft, "topk_ids"), plan.capacity_factor, pft.kwargs["num_experts"]
-            )
+            num_experts = pft.meta.get("num_experts", pft.kwargs["num_experts"])  # of all kinds of experts
+            capacity = _emit_capacity(block.graph, get_argument(pft, "topk_ids"), plan.capacity_factor, num_experts)
         pft.update_kwarg("capacity", capacity)
         pft.update_kwarg("drop", plan.drop)
     return block
@@ -54,14 +53,13 @@ def _emit_capacity(graph: fx.Graph, topk_ids: fx.Node, factor: float, num_expert
     share = Fraction(factor).limit_denominator(1 << 20) * top_k / num_experts
     node = graph.call_function(aten.sym_size.int, (topk_ids, 0))
     node.meta["letters"] = "S"
-    for target, number in (
-        (operator.mul, share.numerator),
-        (operator.add, share.denominator - 1),
-        (operator.floordiv, share.denominator),
+    for target, number, name in (
+        (operator.mul, share.numerator, None),
+        (operator.add, share.denominator - 1, None),
+        (operator.floordiv, share.denominator, "capacity"),
     ):
-        node = graph.call_function(target, (node, number))
+        node = graph.create_node("call_function", target, (node, number), name=name)
         node.meta["letters"] = ""
-    node.name = "capacity"
     return node
 
 

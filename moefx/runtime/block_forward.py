@@ -305,7 +305,7 @@ class BlockForward:
             self._specialize_for(call, [], None, None)
         holding = self._find_valid_entries(call)
         # The trace takes the first entry that admits the call.
-        self._entries.sort(key=lambda entry: entry not in holding)
+        self._entries = sorted(self._entries, key=lambda entry: entry not in holding)  # other threads may be reading
         return bool(holding)
 
     def _find_valid_entries(self, call: Specialization) -> list[InstalledProgram]:

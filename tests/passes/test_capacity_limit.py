@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
+from torch import fx
 
 import moefx
 from moefx.errors import InvalidPlan
 from moefx.ir.ops.token_routing import build_pft
 
-from ..blocks import D, Dropping, E, Gated, Loop
+from ..blocks import D, Dropping, E, Gated, K, Loop
 
 
 class Kept(Loop):
@@ -74,9 +76,36 @@ def test_the_formula_is_exact_for_every_size():
     assert pft.kwargs["drop"] == "weight" and pft.kwargs["capacity"].name == "capacity"
     text = str(graph)
     assert "capacity" in text and 'drop="weight"' in text
+    share = Fraction(1.1).limit_denominator(1 << 20) * K / E
     for tokens in range(1, 50):
-        x = torch.randn(tokens, D)
-        assert torch.isfinite(compiled(x)).all()
+        assert evaluate_node(pft.kwargs["capacity"], tokens) == math.ceil(tokens * share)
+
+
+def evaluate_node(node, tokens: int) -> int:
+    """Compute a node of integer arithmetic over the number of tokens."""
+    if not isinstance(node, fx.Node):
+        return node
+    if node.target is torch.ops.aten.sym_size.int:
+        return tokens
+    return node.target(*(evaluate_node(argument, tokens) for argument in node.args))
+
+
+class TwoKinds(Loop):
+    """Half of the experts use another activation."""
+
+    def expert(self, e, x, w):
+        y = self.experts[e](x)
+        return (y.tanh() if e < E // 2 else y.sigmoid()) * w
+
+
+def test_each_kind_of_expert_has_the_capacity():
+    torch.manual_seed(0)
+    block, x = TwoKinds(Gated), torch.randn(40, D)
+    compiled = moefx.compile(block, plan=moefx.Plan(capacity_factor=E), example_inputs=(x,))
+    torch.testing.assert_close(compiled(x), block(x))
+    tight = moefx.compile(block, plan=moefx.Plan(capacity_factor=1.0), example_inputs=(x,))
+    capacities = [n.kwargs["capacity"] for n in moefx.graph(tight, "").find(torch.ops.moefx.build_pft.default)]
+    assert len(capacities) == 2 and all(evaluate_node(node, 40) == math.ceil(40 * K / E) for node in capacities)
 
 
 class Unweighted(Loop):

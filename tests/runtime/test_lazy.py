@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import moefx
 from moefx.compiler import specialization, survey
+from moefx.compiler.numeric_check import NumericCheck, check_numerically
 
 from ..blocks import D, E, Loop, Mlp
 
@@ -42,6 +43,28 @@ def build_pair(x, model):
 def count_calls(compiled):
     (block,) = moefx.blocks(compiled)
     return block.forward.counts.rewritten, block.fallbacks
+
+
+@pytest.mark.parametrize("validation, checks", [("auto", 1), ("numeric", 1), ("symbolic", 0)])
+def test_later_programs_are_checked_as_the_plan_asks(x, monkeypatch, validation, checks):
+    compiled = moefx.compile(Moody().double(), example_inputs=(x,), plan=moefx.Plan(validation=validation))
+    calls = []
+
+    def record(*args):
+        calls.append(args)
+        return check_numerically(*args)
+
+    monkeypatch.setattr(specialization, "check_numerically", record)
+    compiled.eval()(x)
+    assert count_calls(compiled) == (1, 0) and len(calls) == checks
+
+
+def test_a_later_program_that_cannot_be_checked_is_reported(x, monkeypatch):
+    _, compiled = build_pair(x, Moody())
+    impossible = NumericCheck(True, "could not run: no kernel", was_possible=False)
+    monkeypatch.setattr(specialization, "check_numerically", lambda *_: impossible)
+    with pytest.warns(UserWarning, match="for a new kind of call without a numeric check.*could not run: no kernel"):
+        compiled.eval()(x)
 
 
 def test_recorders_see_their_own_call_only(x):

@@ -109,7 +109,9 @@ class Pipeline(nn.Module):
         """Give the stages their micro-batches, and take them away afterwards.
 
         Raises:
-            InvalidInput: on every rank of the pipeline, if the inputs of one rank have shapes that are new to it.
+            InvalidInput: the inputs cannot be cut, or differ between ranks. Raised on every rank of the pipeline if the
+                shapes are new on every rank, as in the first step. If they are new on one rank only, the others wait
+                in their schedule until the timeout of the process group.
         """
         calls, targets, error, seen = [], None, None, None
         try:

@@ -31,7 +31,7 @@ Positions = list[Choice]  # of each summand
 
 
 class Skeletons:
-    """Hashes the skeletons of terms: the ops, without the rows, weights and parameters they apply to.
+    """Numbers the skeletons of terms: the ops, without the rows, weights and parameters they apply to.
 
     Args:
         rows: gives the rows of a shape of nodes outside the routed region.
@@ -39,11 +39,13 @@ class Skeletons:
 
     def __init__(self, rows: Callable[[tuple[int, ...]], Collection[Term]]):
         self.rows = rows
-        self._found: dict[Term, int] = {}
+        self._numbers: dict[Term, int] = {}
+        self._by_skeleton: dict[Any, int] = {}
 
-    def hash_skeleton(self, t: Term) -> int:
-        found = self._found.get(t)
-        if found is None:
+    def number_skeleton(self, t: Term) -> int:
+        """Return a number that terms with equal skeletons share."""
+        number = self._numbers.get(t)
+        if number is None:
             if t in self.rows(t.shape):
                 skeleton: Any = ("row", t.shape)
             elif is_state_slice(t) and (is_parameter_slice(t) or math.prod(t.shape) > 1):
@@ -53,9 +55,9 @@ class Skeletons:
             elif t.op in ("node", "at"):
                 skeleton = (t.op, t.shape)
             else:
-                skeleton = (t.op, t.shape, *[self.hash_skeleton(a) if isinstance(a, Term) else a for a in t.args])
-            found = self._found[t] = hash(skeleton)
-        return found
+                skeleton = (t.op, t.shape, *[self.number_skeleton(a) if isinstance(a, Term) else a for a in t.args])
+            number = self._numbers[t] = self._by_skeleton.setdefault(skeleton, len(self._by_skeleton))
+        return number
 
 
 def _describe(t: Term) -> str:

@@ -206,7 +206,7 @@ class CutLifter:
         for t, parts in enumerate(by_slot):
             for k, part in parts:
                 kept[t, k] = True
-                instances[skeletons.hash_skeleton(part)].append((t, k, part))
+                instances[skeletons.number_skeleton(part)].append((t, k, part))
         return kept, instances
 
     def _unify_groups(

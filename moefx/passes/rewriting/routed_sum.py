@@ -216,6 +216,7 @@ class RoutedSum:
                 "drop": self.match.drop_rule.order,
             }
         pft = self.emit.call(ops.build_pft.default, (ids, weights.get(first), keep), kwargs)  # type: ignore[arg-type]
+        pft.meta["num_experts"] = sum(len(g.ids) for g in self.match.groups)
         letters = (("B",), ("B",), ("E+1",), ("S", "K"), ("B",))
         pft.meta["letters"] = letters
         parts = [self.emit.call(operator.getitem, (pft, i), letters=letters[i]) for i in range(5)]
