@@ -160,10 +160,10 @@ def rewrite_with_objects(
             return result
         except Refused as why:
             refused[stand_ins] = why
-    own = refused.pop(StandIns.NONE)
+    without_stand_ins = refused.pop(StandIns.NONE)
     with_stand_ins = next(iter(refused.values()), None)
     if with_stand_ins is None or with_stand_ins.cause is Cause.NOT_ROUTED:
-        raise own
+        raise without_stand_ins
     raise with_stand_ins from None
 
 
@@ -256,17 +256,17 @@ def find_object_paths(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> 
         Refused: the same object is passed twice.
     """
     named = make_signature_binder(block)(*args, **kwargs)
-    found: dict[int, tuple[Path, PassedObject]] = {}
+    stand_ins_by_id: dict[int, tuple[Path, PassedObject]] = {}
     for path, value in flatten_arguments(named):
-        if is_passed(value) and id(value) in found:
+        if is_passed(value) and id(value) in stand_ins_by_id:
             raise Refused(
-                f"{format_path(found[id(value)][0])} and {format_path(path)} are the same object, and may differ at "
-                "other calls",
+                f"{format_path(stand_ins_by_id[id(value)][0])} and {format_path(path)} are the same object, and may "
+                "differ at other calls",
                 remedy="pass it once",
             )
         if is_passed(value):
-            found[id(value)] = path, value
-    return list(found.values())
+            stand_ins_by_id[id(value)] = path, value
+    return list(stand_ins_by_id.values())
 
 
 __all__ = [

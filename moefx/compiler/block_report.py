@@ -38,7 +38,8 @@ def build_report(matched: MatchedBlock, program: Program, block: nn.Module) -> B
         expert=expert,
         drop=drop, holds_for=program.holds_for, routings=len(match.forms), validation=matched.verdict,
         seconds=matched.seconds,
-        saved_before=None, saved_after=_kept_bytes(graph), unfused=unfused, guards=tuple(str(g) for g in match.guards),
+        saved_before=None, saved_after=_count_kept_bytes(graph), unfused=unfused,
+        guards=tuple(str(g) for g in match.guards),
         bodies=tuple(_read_body(n) for n in mlps),
         notes=() if matched.expert_layout is None else (str(matched.expert_layout),),
         trace=ProofTrace(match.probe_runs, attempts=matched.result.attempts),
@@ -51,8 +52,8 @@ def _read_body(node: torch.fx.Node) -> tuple[str, tuple[int, ...]]:
     return text, ExpertBody.from_json(text).up_widths([w.meta["val"] for w in up])  # type: ignore[union-attr]
 
 
-def _kept_bytes(graph: BlockGraph) -> int | None:
-    """Bytes per token that the fused experts keep for the backward: X once, and K rows of the policy's values."""
+def _count_kept_bytes(graph: BlockGraph) -> int | None:
+    """Count the bytes per token that the fused experts keep for the backward: X once, K rows of the policy's values."""
     total = 0
     for node in graph.find(torch.ops.moefx.expert_mlp.default):
         x, inverse = (get_argument(node, name).meta.get("val") for name in ("x", "inverse"))

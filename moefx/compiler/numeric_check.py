@@ -40,20 +40,21 @@ class NumericCheck:
 
 def check_numerically(block: nn.Module, result: BlockRewrite, name: str, seconds: float) -> NumericCheck:
     """Compare a rewrite with the original on a few tokens. `block` runs as the original."""
-    return run_in_worker(lambda: _numeric_check(block, result, name, seconds))
+    return run_in_worker(lambda: _run_numeric_check(block, result, name, seconds))
 
 
-def _numeric_check(block: nn.Module, result: BlockRewrite, name: str, seconds: float) -> NumericCheck:
-    args, kwargs = _random_arguments(block, result)
-    crowd = _random_arguments(block, result, crowd=True) if _is_small(block) else None
+def _run_numeric_check(block: nn.Module, result: BlockRewrite, name: str, seconds: float) -> NumericCheck:
+    """Compare block and rewrite on random arguments, without effects on the block or the random state."""
+    args, kwargs = _make_random_arguments(block, result)
+    crowd = _make_random_arguments(block, result, crowd=True) if _is_small(block) else None
     fn, joined_fn = result.graph.compile(), result.graph.compile(join=True)
-    picks = _placeholder_binder(block, result)
+    bind_placeholders = _make_placeholder_binder(block, result)
 
-    def program(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return fn(block, *picks(*args, **kwargs))
+    def run_program(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return fn(block, *bind_placeholders(*args, **kwargs))
 
-    def joined(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return joined_fn(block, *picks(*args, **kwargs))
+    def run_joined(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return joined_fn(block, *bind_placeholders(*args, **kwargs))
 
     try:
         with (
@@ -62,18 +63,20 @@ def _numeric_check(block: nn.Module, result: BlockRewrite, name: str, seconds: f
             keep_outside_state(block),
             patch_skipped_calls(block, result.skipped),
         ):
-            _compile_kernels(block, program, (args, kwargs))
+            _compile_kernels(block, run_program, (args, kwargs))
             check = check_block(
-                block, program, args, kwargs,
-                joined=None if joined_fn is fn else joined, name=name, crowd=crowd, seconds=seconds,
+                block, run_program, args, kwargs,
+                joined=None if joined_fn is fn else run_joined, name=name, crowd=crowd, seconds=seconds,
             )  # fmt: skip
     except Exception as error:
         return NumericCheck(True, f"could not run: {summarize_error(error)[:160]}", was_possible=False)
     if not check.ok:
         return NumericCheck(False, f"the rewritten block does not agree with the original: {check.reason}")
     worst = max((row.error for row in check.rows), default=0.0)
-    own = next((note for note in check.notes if "compared in" in note), "").partition(": ")[2]
-    text = f"agrees in {len(check.rows)} comparisons, worst error {worst:.1e}" + (f"; {own}" if own else "")
+    dtype_note = next((note for note in check.notes if "compared in" in note), "").partition(": ")[2]
+    text = f"agrees in {len(check.rows)} comparisons, worst error {worst:.1e}" + (
+        f"; {dtype_note}" if dtype_note else ""
+    )
     return NumericCheck(True, text, was_possible=bool(check.rows))
 
 
@@ -103,8 +106,8 @@ def _is_small(block: nn.Module) -> bool:
     return sum(p.numel() for p in block.parameters()) <= 1 << 24
 
 
-def _random_arguments(block: nn.Module, result: BlockRewrite, crowd: bool = False) -> Any:
-    """Random arguments for the numeric check: a few tokens, on the device of the weights.
+def _make_random_arguments(block: nn.Module, result: BlockRewrite, crowd: bool = False) -> Any:
+    """Make random arguments for the numeric check: a few tokens, on the device of the weights.
 
     Args:
         crowd: make more tokens than the proof used, and most of them similar, so that some experts get hundreds.
@@ -113,16 +116,16 @@ def _random_arguments(block: nn.Module, result: BlockRewrite, crowd: bool = Fals
     arguments, guards = result.match.arguments, result.match.guards
     device = find_device(block)
     if crowd:
-        several = [find_sequence(arguments, guards, 521)]
+        candidate_sizes = [find_sequence(arguments, guards, 521)]
     else:
-        several = [arguments.choose_sizes(tokens) for tokens in (24, 12, 48, 6, 96)] + result.match.sizes
-    sizes = next((s for s in several if all(g.holds(s) for g in guards)), None if crowd else several[0])
+        candidate_sizes = [arguments.choose_sizes(tokens) for tokens in (24, 12, 48, 6, 96)] + result.match.sizes
+    sizes = next((s for s in candidate_sizes if all(g.holds(s) for g in guards)), None if crowd else candidate_sizes[0])
     if sizes is None:
         return None
     args, kwargs = arguments.build_call(sizes)
     generator = torch.Generator().manual_seed(0)
 
-    def real(t: torch.Tensor) -> torch.Tensor:
+    def make_real(t: torch.Tensor) -> torch.Tensor:
         if not t.is_floating_point():
             return t.to(device)
         value = torch.randn(t.shape, generator=generator, dtype=torch.float32)
@@ -130,7 +133,7 @@ def _random_arguments(block: nn.Module, result: BlockRewrite, crowd: bool = Fals
             value = _concentrate_rows(value.movedim(arguments.feature, -1)).movedim(-1, arguments.feature)
         return value.to(device, t.dtype).requires_grad_()
 
-    return pytree.tree_map_only(torch.Tensor, real, (args, kwargs))
+    return pytree.tree_map_only(torch.Tensor, make_real, (args, kwargs))
 
 
 def _concentrate_rows(x: torch.Tensor) -> torch.Tensor:
@@ -141,15 +144,15 @@ def _concentrate_rows(x: torch.Tensor) -> torch.Tensor:
     return rows.reshape(x.shape)
 
 
-def _placeholder_binder(block: nn.Module, result: BlockRewrite) -> Any:
+def _make_placeholder_binder(block: nn.Module, result: BlockRewrite) -> Any:
     """Return a function from the arguments of a call to the values of the placeholders."""
     bind, paths = make_signature_binder(block), result.graph.binding.paths
 
-    def pick(*args: Any, **kwargs: Any) -> list[Any]:
+    def bind_placeholders(*args: Any, **kwargs: Any) -> list[Any]:
         values = dict(flatten_arguments(bind(*args, **kwargs), result.graph.binding.objects))
         return [values[p] for p in paths]
 
-    return pick
+    return bind_placeholders
 
 
 __all__ = ["NumericCheck", "check_numerically", "find_nonfinite"]

@@ -54,31 +54,31 @@ def build_program(
     attributes_read = set(attributes_read)
     training = block.training if BLOCK_MODE in attributes_read else None
     key = Specialization(training, True if reads_grad else None, autocast, arguments)
-    absorbed = find_absorbed_names(block, result.graph, result.rewritten.repeated)
+    absorbed = find_absorbed_names(block, result.graph, result.rewritten.recomputed_modules)
     values = {
         w: read_value(block, w)
         for w in sorted(attributes_read - {BLOCK_MODE})
         if not _is_absorbed_parameter(block, w, absorbed)
     }
     stored = {w: v for w, v in values.items() if can_snapshot(v) and (w.inner or not isinstance(v, torch.Tensor))}
-    relied = {
+    snapshots = {
         w: StoredFieldNames(v) if is_configuration(v) else snapshot(v)
         for w, v in {**stored, **find_globals(block)}.items()
     }
-    relied |= _called_modules(block, result)
+    snapshots |= _guard_called_modules(block, result)
     # Autocast rules depend on the device.
     moves = autocast is None and "autocast" not in result.match.modes_read
-    return Program(key, result.history, absorbed, _build_guards(result), {**relied, **(tied or {})}, moves)
+    return Program(key, result.history, absorbed, _build_guards(result), {**snapshots, **(tied or {})}, moves)
 
 
-def _called_modules(block: nn.Module, result: BlockRewrite) -> dict[AttributeLocation, StoredForward]:
-    """Guards on the code of the modules that the program still calls, such as the router, and of their submodules."""
-    found: dict[AttributeLocation, StoredForward] = {}
+def _guard_called_modules(block: nn.Module, result: BlockRewrite) -> dict[AttributeLocation, StoredForward]:
+    """Guard the code of the modules that the program still calls, such as the router, and of their submodules."""
+    stored_forwards: dict[AttributeLocation, StoredForward] = {}
     for n in result.graph.graph.nodes:
         for path, module in block.get_submodule(str(n.target)).named_modules() if n.op == "call_module" else ():
             owner, _, name = f"{n.target}.{path}".strip(".").rpartition(".")
-            found[AttributeLocation(owner, name)] = StoredForward(module)
-    return found
+            stored_forwards[AttributeLocation(owner, name)] = StoredForward(module)
+    return stored_forwards
 
 
 def _is_absorbed_parameter(block: nn.Module, where: AttributeLocation, absorbed: Collection[str]) -> bool:
@@ -105,22 +105,22 @@ def _build_guards(result: BlockRewrite) -> list[Guard]:
                 where[dim] = f"{name}.shape[{leaf.shape.index(dim)}]"
                 break
 
-    def size(expression: str) -> str:
+    def format_size(expression: str) -> str:
         return re.sub(r"\b[A-Z]\b", lambda m: where[m[0]], expression)
 
     guards = []
     for g in result.match.guards:
-        sides = [size(side) for side in (g.left, g.right, g.unless)]
+        sides = [format_size(side) for side in (g.left, g.right, g.unless)]
         condition, why = f"{sides[0]} {g.symbol} {sides[1]}", f"the block compares sizes: {g}"
         condition = f"{sides[2]} == 0 or {condition}" if g.unless else condition
         guards.append(Guard(condition, why, one_way=g not in result.match.extra_guards))
     for name, leaf in followed.items():
         for axis, n in enumerate(leaf.shape):
-            own, there = f"{name}.shape[{axis}]", size(str(n))
-            if there != own:
+            actual_size, expected_size = f"{name}.shape[{axis}]", format_size(str(n))
+            if expected_size != actual_size:
                 fixed = "features, or fixed"
                 why = f"the proof takes this axis as {fixed if isinstance(n, int) else 'tokens'}"
-                guards.append(Guard(f"{own} == {there}", why, one_way=True))
+                guards.append(Guard(f"{actual_size} == {expected_size}", why, one_way=True))
     if LAYOUT in result.match.modes_read:
         why = "the block reads the layout of a tensor, which is contiguous in the proof"
         guards += [Guard(f"{name}.is_contiguous()", why) for name in names]

@@ -16,15 +16,15 @@ fail, its error is:
 
 | stage | error |
 |---|---|
-| sizes, restrictions | the refusal under them, unless it says less than the first error |
+| sizes, restrictions | the refusal under them, unless its cause is `NOT_ROUTED` or `NO_SIZES` |
 | sizes, does not hold for the example | a later error that is no refusal, which also ends the stage |
 | options | a later error that is no refusal, which also ends the stage |
 | arguments, a batch of one | none |
 | arguments, the next interpretations | the first refusal, or a later one for mixed positions or convolutions |
 
-If the table names no error, the error is that of the first attempt. The refusal under restrictions says less if the
-first attempt was refused, too, and the cause of the refusal is `NOT_ROUTED` or `NO_SIZES`. A refusal names the cause in
-the program, and keeps the trace of its proof.
+If the table names no error, the error is that of the first attempt. A refusal under restrictions with the cause
+`NOT_ROUTED` or `NO_SIZES` replaces a first error that is no refusal. A refusal names the cause in the program, and
+keeps the trace of its proof.
 """
 
 from __future__ import annotations
@@ -242,13 +242,13 @@ def _refuse_example(match: Match, failed: SizeGuard) -> Refused:
     """Return the refusal of a proof that does not hold for the example's own sizes: calls like it would run the
     original."""
 
-    def text(sizes: dict[str, int]) -> str:
+    def format_sizes(sizes: dict[str, int]) -> str:
         return ", ".join(f"{dim} = {n}" for dim, n in sizes.items())
 
-    own, guards = text(match.arguments.sizes), match.guards
-    others = [f", such as {text(sizes)}" for sizes in match.sizes if all(g.holds(sizes) for g in guards)]
+    example_sizes, guards = format_sizes(match.arguments.sizes), match.guards
+    others = [f", such as {format_sizes(sizes)}" for sizes in match.sizes if all(g.holds(sizes) for g in guards)]
     refusal = Refused(
-        f"the proof does not hold for the example's own sizes ({own}): it requires {failed}",
+        f"the proof does not hold for the example's own sizes ({example_sizes}): it requires {failed}",
         source=failed.source or str(match.forms[0].cut.meta["source"]),
         remedy=f"pass example_inputs of sizes for which it holds{(*others, '')[0]}; "
         "calls like this one then run the original",

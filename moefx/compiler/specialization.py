@@ -113,7 +113,7 @@ class LazySpecializer:
             forward = vars(block)["forward"]
         calls_before = forward.counts.original
         try:
-            with forward.running("original"):
+            with forward.force_graph("original"):
                 find_skipping = self._find_skipping(block, *abstract)
                 with record_reads(block, find_attributes(block)) as attributes_read:
                     rewrite = functools.partial(self._rewrite, block, forward.name)
@@ -149,7 +149,7 @@ class LazySpecializer:
         receive them.
         """
         if not any(True for _ in iterate_objects(args, kwargs)):
-            return lambda every: None
+            return lambda for_all_objects: None
         try:
             candidates = search_blocks(block, *_copy_objects(args, kwargs))
         except Refused as refused:
@@ -159,9 +159,9 @@ class LazySpecializer:
                 raise
             why = Refused(f"it does not run on abstract tensors ({summarize_error(error)})")
         else:
-            return lambda every: candidates.skip_calls(candidates.calls[""], every)
+            return lambda for_all_objects: candidates.skip_calls(candidates.calls[""], for_all_objects)
 
-        def refuse(every: bool) -> SkipPlan | None:
+        def refuse(for_all_objects: bool) -> SkipPlan | None:
             raise why
 
         return refuse
@@ -202,10 +202,14 @@ class LazySpecializer:
         bind = make_signature_binder(block)
         recorded_args, recorded_kwargs = self.arguments.build_call(self.arguments.sizes)
         recorded = dict(flatten_arguments(bind(*recorded_args, **recorded_kwargs)))
-        mine = {id(t): (path, describe_leaf(t)) for path, t in flatten_arguments(bind(*args, **kwargs))}
-        if not all(_has_same_type(recorded.get(path), kind) for path, kind in mine.values() if kind[0] == "tensor"):
+        described_leaves = {id(t): (path, describe_leaf(t)) for path, t in flatten_arguments(bind(*args, **kwargs))}
+        if not all(
+            _has_same_type(recorded.get(path), kind) for path, kind in described_leaves.values() if kind[0] == "tensor"
+        ):
             raise Refused("its tensors do not correspond to those of the recorded call")
-        resized = {key: recorded[path].to(kind[1]) for key, (path, kind) in mine.items() if kind[0] == "tensor"}
+        resized = {
+            key: recorded[path].to(kind[1]) for key, (path, kind) in described_leaves.items() if kind[0] == "tensor"
+        }
         return pytree.tree_map_only(torch.Tensor, lambda t: resized.get(id(t), t), (args, kwargs))
 
     def _arguments_from_kinds(self, block: nn.Module, call: Specialization) -> tuple[tuple, dict[str, Any]]:
@@ -219,11 +223,15 @@ class LazySpecializer:
         bound = inspect.signature(block.forward).bind(*args, **kwargs)
         bound.apply_defaults()
         for name, value in bound.arguments.items():
-            mine = dict(flatten_arguments([(name, value)]))
+            recorded_leaves = dict(flatten_arguments([(name, value)]))
             kinds = {path: kind for path, kind in call.arguments if path[0] == name}
             only = kinds.get((name,), ())
-            if kinds.keys() == mine.keys() and all(_has_same_type(mine[path], kind) for path, kind in kinds.items()):
-                cast = {id(t): t.to(kinds[path][1]) for path, t in mine.items() if isinstance(t, torch.Tensor)}
+            if kinds.keys() == recorded_leaves.keys() and all(
+                _has_same_type(recorded_leaves[path], kind) for path, kind in kinds.items()
+            ):
+                cast = {
+                    id(t): t.to(kinds[path][1]) for path, t in recorded_leaves.items() if isinstance(t, torch.Tensor)
+                }
                 bound.arguments[name] = pytree.tree_map_only(torch.Tensor, lambda t, cast=cast: cast[id(t)], value)
             elif len(kinds) == 1 and len(only) == 2 and describe_leaf(only[1]) == only:
                 bound.arguments[name] = only[1]
@@ -244,18 +252,18 @@ def _copy_objects(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str,
     return replace_objects((args, kwargs), copies)
 
 
-def _copy_object(thing: Any) -> Any:
+def _copy_object(passed_object: Any) -> Any:
     """Copy an object. One without tensors may stay: changes by a capture are undone.
 
     Raises:
         Refused: it holds tensors and cannot be copied.
     """
     try:
-        return copy_abstract(thing)
+        return copy_abstract(passed_object)
     except Exception as error:
-        if not any(True for _ in iterate_tensors(thing)):
-            return thing
-        name = type(thing).__name__
+        if not any(True for _ in iterate_tensors(passed_object)):
+            return passed_object
+        name = type(passed_object).__name__
         raise Refused(
             f"it is called with a {name} that holds tensors and cannot be copied ({summarize_error(error)})",
             remedy=f"make copy.deepcopy of a {name} work",

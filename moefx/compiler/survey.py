@@ -149,7 +149,7 @@ def _run_originals(model: nn.Module) -> Iterator[None]:
     """Run the original code of blocks that were rewritten before."""
     with contextlib.ExitStack() as stack:
         for forward in find_rewritten_blocks(model).values():
-            stack.enter_context(forward.running("original"))
+            stack.enter_context(forward.force_graph("original"))
         yield
 
 
@@ -204,7 +204,7 @@ def _drop_observed_blocks(model: nn.Module, matched: list[MatchedBlock]) -> tupl
 
 def _find_observer(block: nn.Module, result: BlockRewrite) -> tuple[str, str] | None:
     """Return the first hook on an absorbed module, or sharded parameter, of a block: reason and remedy."""
-    for part in find_absorbed_names(block, result.graph, result.rewritten.repeated):
+    for part in find_absorbed_names(block, result.graph, result.rewritten.recomputed_modules):
         if hook := find_hook_kind(block.get_submodule(part)):
             return (
                 f"{part} has a {hook}, which the rewritten block would not call",
@@ -233,7 +233,7 @@ def _is_fully_sharded(model: nn.Module) -> bool:
 
 
 def _priority(name: str, modules: dict[str, nn.Module], candidates: BlockCandidates) -> tuple:
-    """Sort key of candidates: expert-like parameters first, then own routers, then few parameters."""
+    """Return the sort key of candidates: expert-like parameters first, then own routers, then few parameters."""
     inside = f"{name}." if name else ""
     expert_like = name in candidates.structural or any(s.startswith(inside) for s in candidates.structural)
     return not expert_like, _receives_expert_index(name, candidates), sum(p.numel() for p in modules[name].parameters())
@@ -374,8 +374,8 @@ def _refusing_errors(module: nn.Module, call: SurveyedCall) -> Iterator[None]:
     except Exception as error:  # the user's code at unsupported sizes
         where = user_line(error)
         if (where or is_graph) and not is_internal_error(error):
-            what = "at other sizes than the example's" if _is_capturable(module, call) else "on abstract tensors"
-            reason = f"it does not run {what} ({summarize_error(error)})"
+            inputs_text = "at other sizes than the example's" if _is_capturable(module, call) else "on abstract tensors"
+            reason = f"it does not run {inputs_text} ({summarize_error(error)})"
             raise Refused(reason, source=where, remedy=_FLAT if is_graph else "") from error
         raise refuse_own_bug(error, where or forward_line(module)) from error
 

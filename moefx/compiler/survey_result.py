@@ -46,8 +46,10 @@ class Refusal:
 
     def __str__(self) -> str:
         where = f" ({self.source})" if self.source else ""
-        what = f" [{', '.join(self.culprits)}]" if self.culprits else ""
-        return f"{self.name or 'the model'}: {self.reason}{what}{where}" + (f"; {self.remedy}" if self.remedy else "")
+        culprits_text = f" [{', '.join(self.culprits)}]" if self.culprits else ""
+        return f"{self.name or 'the model'}: {self.reason}{culprits_text}{where}" + (
+            f"; {self.remedy}" if self.remedy else ""
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,9 +51,9 @@ def find_formula(
     for vary in (_keep, _round, _round_to_multiples, functools.partial(_add_arithmetic, points=points)):
         for text in texts:  # recorded expressions first, then variants of them
             for candidate in vary(text):
-                found = _clamp_to_fit(candidate, tokens, points)
-                if found is not None:
-                    return found
+                formula = _clamp_to_fit(candidate, tokens, points)
+                if formula is not None:
+                    return formula
     if not try_linear:
         return None
     linear = find_clamped_linear([(math.prod(dims.values()), v) for dims, v in points])
@@ -98,7 +98,7 @@ def _add_arithmetic(text: str, points: Sequence[tuple[Mapping[str, int], int]]) 
         if (times := largest_pair[1] // largest_pair[0]) > 1:
             variants.append(f"{whole}*{times}")
         if largest_pair[1] and (quotient := largest_pair[0] // largest_pair[1]) > 1:
-            variants += [f"{whole}//{quotient + more}" for more in (0, 1)]
+            variants += [f"{whole}//{quotient + increment}" for increment in (0, 1)]
         for variant in variants:
             offsets = Counter(v - w for dims, v in points if (w := _try_evaluate(variant, dims)) is not None)
             offset, num_hits = offsets.most_common(1)[0]
@@ -170,7 +170,7 @@ def find_clamped_linear(points: Sequence[Point]) -> ClampedLinearFormula | None:
     values = [v for _, v in points]
     lows: list[int | None] = [None, values[0]]
     highs: list[int | str | None] = [None, "tokens", values[-1]]
-    found = []
+    ranked_formulas = []
     for low in lows:
         for high in highs:
             for up in (False, True):
@@ -179,8 +179,8 @@ def find_clamped_linear(points: Sequence[Point]) -> ClampedLinearFormula | None:
                     continue
                 formula = ClampedLinearFormula(slope, up, low, high)
                 if all(formula(t) == v for t, v in points):
-                    found.append(((low is not None) + (high is not None), slope.denominator, formula))
-    return min(found, key=lambda f: f[:2])[2] if found else None
+                    ranked_formulas.append(((low is not None) + (high is not None), slope.denominator, formula))
+    return min(ranked_formulas, key=lambda f: f[:2])[2] if ranked_formulas else None
 
 
 def _find_slope(points: Sequence[Point], up: bool, least: int | None, most: int | str | None) -> Fraction | None:
@@ -189,15 +189,15 @@ def _find_slope(points: Sequence[Point], up: bool, least: int | None, most: int 
     A value at the clamp `least` or `most` only bounds the fraction on one side. At least three values must be between
     the clamps.
     """
-    low, high, own = Fraction(0), Fraction(1 << 40), 0
+    low, high, num_unclamped = Fraction(0), Fraction(1 << 40), 0
     for t, v in points:
         at_least, at_most = v == least, v == (t if most == "tokens" else most)
-        own += not (at_least or at_most)
+        num_unclamped += not (at_least or at_most)
         if not at_least:  # round(slope * t) >= v
             low = max(low, Fraction(v - 1, t) if up else Fraction(v, t))
         if not at_most:  # round(slope * t) <= v
             high = min(high, Fraction(v, t) if up else Fraction(v + 1, t))
-    if own < 3 or low > high:
+    if num_unclamped < 3 or low > high:
         return None
     for denominator in range(1, 4097):  # integer arithmetic, since fractions are slow
         scaled = low.numerator * denominator

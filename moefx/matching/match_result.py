@@ -110,11 +110,12 @@ class Match:
             keep_masks=select(self.keep_masks) if self.keep_masks else self.keep_masks,
         )
         excluded = [(form.sizes, form.optional_guard) for form in self.forms if form.optional_guard]
-        more = list[SizeGuard]()
+        added_guards = list[SizeGuard]()
         for sizes, guard in excluded:
-            if all(g.holds(sizes) for g in [*narrower.guards, *more]):  # no comparison of the program excludes them
-                more.append(guard)
-        return dataclasses.replace(narrower, extra_guards=[*self.extra_guards, *more])
+            # no comparison of the program excludes the sizes
+            if all(g.holds(sizes) for g in [*narrower.guards, *added_guards]):
+                added_guards.append(guard)
+        return dataclasses.replace(narrower, extra_guards=[*self.extra_guards, *added_guards])
 
     @property
     def sizes(self) -> list[dict[str, int]]:
@@ -132,8 +133,8 @@ class Match:
         for by_expression, guards in zip(comparisons, several, strict=True):
             for g in guards:
                 by_expression[_without_number(g)].append(g)
-        found = dict.fromkeys(self._generalize_bound(g, comparisons) for guards in several for g in guards)
-        consistent = [*(g for g in found if all(g.holds(sizes) for sizes in self.sizes)), *self.extra_guards]
+        generalized = dict.fromkeys(self._generalize_bound(g, comparisons) for guards in several for g in guards)
+        consistent = [*(g for g in generalized if all(g.holds(sizes) for sizes in self.sizes)), *self.extra_guards]
         return (
             [g for guard in consistent for g in self._restrict_to_tokens(guard)] if self.without_tokens else consistent
         )

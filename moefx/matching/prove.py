@@ -124,22 +124,22 @@ def _lift_routing(state: ProofState, kind: RoutingKind, seed: int, sizes: dict[s
     Try other seeds if all second slots are dropped, such as by a small capacity, or all slots, such as by the values
     of a buffer: the capture does not show their weights then.
     """
-    found: CanonicalForm | NothingRouted | None = None
+    result: CanonicalForm | NothingRouted | None = None
     keep_values = kind == "skewed"
     # a program may skip experts that all tokens or none choose: a crowd leaves some other experts
-    tried: list[tuple[RoutingKind, int]] = [(kind, 0), (kind, 3), (kind, 6)]
-    for name, more in [*tried, ("overloaded", 0)] if keep_values else tried:
+    attempts: list[tuple[RoutingKind, int]] = [(kind, 0), (kind, 3), (kind, 6)]
+    for tried_kind, seed_offset in [*attempts, ("overloaded", 0)] if keep_values else attempts:
         try:
-            found = state.capture_and_lift(Routing(name, seed + more, keep_values=keep_values), sizes)
+            result = state.capture_and_lift(Routing(tried_kind, seed + seed_offset, keep_values=keep_values), sizes)
         except NothingRouted as refusal:
-            found = found or refusal
+            result = result or refusal
             continue
-        if kind != "contested" or bool(found.kept_slots.any(0).all()):
+        if kind != "contested" or bool(result.kept_slots.any(0).all()):
             break
-    if isinstance(found, CanonicalForm):
-        return found
-    assert found is not None
-    raise found
+    if isinstance(result, CanonicalForm):
+        return result
+    assert result is not None
+    raise result
 
 
 # --------------------------------------------------------------- steps between the probes
@@ -177,10 +177,10 @@ def check_first_captures(state: ProofState) -> None:
     merge_groups(state)
     for form in state.evidence.forms:
         refuse_effects(form.capture)
-    full = _find_full(state)
-    if not full:
+    complete = _find_complete_captures(state)
+    if not complete:
         return
-    forms = [state.evidence.forms[i] for i in full]
+    forms = [state.evidence.forms[i] for i in complete]
     try:
         refuse_unexplained(build_match(state, forms))
     except Refused as refusal:
@@ -188,7 +188,7 @@ def check_first_captures(state: ProofState) -> None:
         if not has_distinct_slots(reference, state.evidence.seen_experts):  # `repeated_experts` gives a better reason
             return
         try:  # `read_values_from_same_nodes` may read weights off other nodes, those behind a mask
-            relifted = [state.relift(one, reference, reference, True) for one in forms]
+            relifted = [state.relift(form, reference, reference, True) for form in forms]
             refuse_unexplained(build_match(state, relifted))
         except Refused:
             raise refusal from None
@@ -202,8 +202,8 @@ def read_values_from_same_nodes(state: ProofState) -> None:
     """
     lines = [find_value_lines(form) for form in state.evidence.forms]
     firsts = sorted({own_lines: i for i, own_lines in reversed([*enumerate(lines)])}.values())
-    ways = [(i, False) for i in firsts]
-    for at, align_to_last in [*ways, (0, True)] if len(firsts) > 1 else ways:
+    sources = [(i, False) for i in firsts]
+    for at, align_to_last in [*sources, (0, True)] if len(firsts) > 1 else sources:
         source = state.evidence.forms[at]
         if not align_to_last and all(have_same_lines(own_lines, lines[at]) for own_lines in lines):
             continue
@@ -229,18 +229,18 @@ def complete_evidence(state: ProofState) -> list[int]:
         Refused: no routing uses all groups.
     """
     for seed in range(_COMPLETING_SEED, _COMPLETING_SEED + _MAX_EXTRA):
-        full = _find_full(state)
-        if any(state.evidence.forms[i].unrouted_value for i in full):
-            full = [i for i in full if state.evidence.forms[i].unrouted_value]
-        if len(full) >= 3 and _do_sizes_vary(state, full):
-            return full
+        complete = _find_complete_captures(state)
+        if any(state.evidence.forms[i].unrouted_value for i in complete):
+            complete = [i for i in complete if state.evidence.forms[i].unrouted_value]
+        if len(complete) >= 3 and _do_sizes_vary(state, complete):
+            return complete
         sizes = state.size_choice.choose(max(21, state.max_experts // 4), seed)
         state.evidence.add_unaligned(state.capture_and_lift(Routing(("diverse", "overloaded")[seed % 2], seed), sizes))
         state.align_evidence(len(state.evidence.forms) - 1)
     raise Refused("no routing was found under which all kinds of experts are used")
 
 
-def _find_full(state: ProofState) -> list[int]:
+def _find_complete_captures(state: ProofState) -> list[int]:
     """Return the indices of the captures in which all groups of experts ran."""
     return [i for i, form in enumerate(state.evidence.forms) if all(g.ids for g in form.groups)]
 
@@ -292,7 +292,7 @@ def build_match(state: ProofState, forms: list[CanonicalForm]) -> Match:
     groups = merge_groups(state)
     for group, merged in enumerate(groups):
         merged.values = [list(refs) for refs in zip(*[form.groups[group].values for form in forms], strict=True)]
-    compared = {g for form in forms for g in form.capture.sizes.guards if all(g.holds(one.sizes) for one in forms)}
+    compared = {g for form in forms for g in form.capture.sizes.guards if all(g.holds(other.sizes) for other in forms)}
     return Match(
         block=state.block,
         arguments=state.arguments,

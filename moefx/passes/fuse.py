@@ -138,23 +138,23 @@ class _Fusion:
     # ------------------------------------------------------------------ reading the graph
     def _find_gemm_below(self, node: fx.Node) -> tuple[fx.Node, fx.Node | None]:
         """Find the last grouped GEMM, through pointwise ops only, and its bias."""
-        seen, stack, found = set(), [node], []
+        seen, stack, gemms = set(), [node], []
         while stack:
             n = stack.pop()
             if n in seen or not isinstance(n, fx.Node):
                 continue
             seen.add(n)
             if n.target is ops.grouped_mm.default:
-                found.append(n)
+                gemms.append(n)
             elif _is_pointwise(n):
                 stack.extend(n.all_input_nodes)
-        if len(found) != 1:
+        if len(gemms) != 1:
             raise _NotFusible(
-                f"{len(found)} matrix products end in the result"
-                if found
+                f"{len(gemms)} matrix products end in the result"
+                if gemms
                 else f"{_label_node(node)} stands after the last matrix product"
             )
-        return found[0], self._find_bias(found[0])
+        return gemms[0], self._find_bias(gemms[0])
 
     def _find_bias(self, gemm: fx.Node) -> fx.Node | None:
         for user in gemm.users:
@@ -248,7 +248,7 @@ class _Fusion:
 
     def _find_input(self) -> fx.Node:
         """Return the tokens that all up-projections gather, and set `scale`."""
-        found = []
+        inputs = []
         for up in self.ups:
             rows, scale = up.gemm.args[0], None
             if rows.target is aten.mul.Tensor:
@@ -257,10 +257,10 @@ class _Fusion:
                 scale = next((w for w in weights.values() if w is not None), None)
                 if rows is None or scale is None:
                     raise _NotFusible("the experts' input is scaled by a value other than the routing weight")
-            found.append((rows, scale))
-        if any(each != found[0] for each in found):
+            inputs.append((rows, scale))
+        if any(pair != inputs[0] for pair in inputs):
             raise _NotFusible("the up-projections have different inputs")
-        rows, self.scale = found[0]
+        rows, self.scale = inputs[0]
         if getattr(rows, "target", None) is aten._to_copy.default and self.scale is None:
             return self._cast_tokens(rows.args[0], rows.kwargs)
         if getattr(rows, "target", None) is not ops.dispatch.default:
@@ -290,9 +290,9 @@ def _remove_casts(
     def is_cast(n: fx.Node) -> bool:
         return n.target is aten._to_copy.default and n.kwargs == {"dtype": dtype}
 
-    found = [[n.args[0] if is_cast(n) else n for n in group] for group in parameters]
-    is_equal = all(_get_dtype(n) == dtype for group in found for n in group)
-    return found, {} if is_equal else {"dtype": dtype}
+    uncast = [[n.args[0] if is_cast(n) else n for n in group] for group in parameters]
+    is_equal = all(_get_dtype(n) == dtype for group in uncast for n in group)
+    return uncast, {} if is_equal else {"dtype": dtype}
 
 
 def _get_dtype(node: fx.Node) -> torch.dtype | None:

@@ -97,33 +97,33 @@ def _schedule(nodes: list[fx.Node]) -> list[fx.Node]:
 
 def _find_ancestors_of_starts(nodes: list[fx.Node], needed: dict[fx.Node, set[fx.Node]]) -> list[fx.Node]:
     """Return the starts and all nodes that they depend on."""
-    found: set[fx.Node] = set()
+    ancestors: set[fx.Node] = set()
     left = [node for node in nodes if node.target in _STARTS]
     while left:
         node = left.pop()
-        if node not in found:
-            found.add(node)
+        if node not in ancestors:
+            ancestors.add(node)
             left += needed[node]
-    return [node for node in nodes if node in found]
+    return [node for node in nodes if node in ancestors]
 
 
 def _find_dependencies(nodes: list[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
     """Map each node to the nodes that must run before it: its inputs, for a node with effects the previous one with
     effects, and the last node with effects that depends on a wait. A `weights_later` also depends on the last start
     before it."""
-    found: dict[fx.Node, set[fx.Node]] = {}
+    dependencies: dict[fx.Node, set[fx.Node]] = {}
     waiting: set[fx.Node] = set()
     effect = barrier = start = None
     for node in nodes:
-        found[node] = {n for n in (*node.all_input_nodes, barrier) if n is not None}
+        dependencies[node] = {n for n in (*node.all_input_nodes, barrier) if n is not None}
         start = node if node.target in _STARTS else start
         if node.target is ops.weights_later.default and start is not None:
-            found[node].add(start)
+            dependencies[node].add(start)
         has = has_effect(node) and node.op != "placeholder"
         if has and effect is not None:
-            found[node].add(effect)
-        if node.target in _WAITS or not waiting.isdisjoint(found[node]):
+            dependencies[node].add(effect)
+        if node.target in _WAITS or not waiting.isdisjoint(dependencies[node]):
             waiting.add(node)
             barrier = node if has else barrier
         effect = node if has else effect
-    return found
+    return dependencies

@@ -192,8 +192,8 @@ def _check(graph: BlockGraph, name: str, level: Any) -> None:
         graph.graph.lint()
     except RuntimeError as error:
         raise PassError(f"pass {name} left a malformed graph: {error}") from error
-    if found := find_violations(graph, level):
-        shown = "\n  ".join(map(str, found[:8]))
+    if violations := find_violations(graph, level):
+        shown = "\n  ".join(map(str, violations[:8]))
         raise PassError(f"pass {name}: not a legal graph of level {level.name!r}:\n  {shown}")
 
 

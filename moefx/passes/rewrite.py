@@ -45,14 +45,14 @@ class RewriteResult:
         graph: the FX graph; attribute and module targets are relative to the block.
         out_spec: pytree of the output, for the flat list that the graph returns.
         absorbed: names of the expert parameters, which the dialect reads directly.
-        repeated: modules that are called, and of which some inner values are computed again.
+        recomputed_modules: modules that the graph calls, and some of whose inner values it also computes.
         attributes: names of block attributes that a call sets.
     """
 
     graph: fx.Graph
     out_spec: pytree.TreeSpec
     absorbed: list[str]
-    repeated: list[str]
+    recomputed_modules: list[str]
     attributes: list[str]
 
 
@@ -101,6 +101,11 @@ class Rewriter:
                 raise Refused("the experts switch autocast off", source=str(n.meta["source"]))
 
     def rewrite(self) -> RewriteResult:
+        """Build the graph.
+
+        Raises:
+            Refused: the results, effects or random draws of the captures differ, or no graph can express them.
+        """
         captures = self.residual.captures
         outs = [pytree.tree_flatten(c.out, is_leaf=lambda x: isinstance(x, fx.Node)) for c in captures]
         spec = outs[0][1]
@@ -158,7 +163,7 @@ class Rewriter:
         self.residual.graph.output(flat)
         _drop_dead(self.residual.graph)
         absorbed = sorted({part.fqn for g in self.match.groups for table in g.tables for part in table})
-        return RewriteResult(self.residual.graph, spec, absorbed, self.residual.walk.repeated, attributes)
+        return RewriteResult(self.residual.graph, spec, absorbed, self.residual.walk.recomputed_modules, attributes)
 
     def _belongs_to_call(self, effect: Effect, leaves: list[Any], calls: list[SubmoduleCall]) -> bool:
         """Return whether a submodule that stays a call makes this change of its own state.
@@ -270,6 +275,7 @@ class Rewriter:
         return out
 
     def _align_leaves(self, column: Sequence[Effect]) -> list[Any]:
+        """Return the leaves of an effect's value: `AlignedNodes` over the captures, or plain values."""
         flat = [pytree.tree_flatten(e.node) for e in column]
         if any(spec != flat[0][1] for _, spec in flat):
             raise Refused(
@@ -284,6 +290,7 @@ class Rewriter:
         return leaves
 
     def _emit_effects(self, effects: list[tuple[Effect, list[Any]]]) -> list[str]:
+        """Emit the writes to attributes, buffers and inputs, and return the names of the attributes."""
         attributes = []
         for effect, leaves in effects:
             if effect.kind == "attribute":

@@ -50,8 +50,8 @@ class _Sharding:
         with graph.inserting_before(pft):
             whole = self.routed.call(aten.sym_size.int, (topk_ids, 0), {}, "S")
             if pft.kwargs.get("capacity") is not None:  # it holds for all tokens together
-                every = graph.node_copy(pft)
-                inverse = routed.unpack(every, pft.meta["letters"])[3]
+                full_pft = graph.node_copy(pft)
+                inverse = routed.unpack(full_pft, pft.meta["letters"])[3]
                 keep = routed.call(aten.ge.Scalar, (inverse, 0), {}, ("S", "K"))
                 pft.kwargs = {"num_experts": pft.kwargs["num_experts"]}
             pft.args = tuple(map(self._shard, (topk_ids, weights, keep), ("own_ids", "own_w", "own_keep")))

@@ -51,7 +51,8 @@ class CallCounts:
 
     Attributes:
         rewritten: calls that ran a program.
-        original: calls that ran the original forward, on request or as a fallback.
+        original: calls that ran the original forward, on request or as a fallback. `moefx.blocks` shows this count as
+            `fallbacks`.
         guard_failures: calls whose specialization has a program, but a guard of the program failed.
         last_failed_guard: the failed condition, with the reason and the line at which capture relied on it.
     """
@@ -330,13 +331,13 @@ class BlockForward:
         self._entries.append(InstalledProgram(program, AbsorbedModules(self.block, program.absorbed)))
 
     @contextlib.contextmanager
-    def running(self, what: str) -> Iterator[None]:
+    def force_graph(self, name: str) -> Iterator[None]:
         """Run `"original"`, or the graph after the named pass, inside the context. Serves to bisect a problem.
 
         Raises:
             NoSuchPass: at the call, if no pass of that name ran.
         """
-        before, self._forced = self._forced, what
+        before, self._forced = self._forced, name
         try:
             yield
         finally:
@@ -352,7 +353,7 @@ class BlockForward:
             program.prepare_load()
 
     def load(self) -> torch.Tensor | None:
-        """Tokens per expert in the last call, int32 [E] on the block's device; None before the first call.
+        """Return the tokens per expert in the last call, int32 [E] on the block's device; None before the first call.
 
         If the block has several routed groups, E counts the experts of all groups, groups over a mesh first. Over a
         mesh, counts the tokens that this rank routes to experts on any rank. Does not synchronise with the host.
@@ -375,8 +376,8 @@ class BlockForward:
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockForward:
         duplicate = memo[id(self)] = type(self).__new__(type(self))
         memo[id(self.specialize)] = self.specialize
-        own = {name: copy.deepcopy(value, memo) for name, value in self.__getstate__().items()}
-        duplicate.__dict__.update(own, _bind=self._bind, __signature__=self.__signature__)
+        copied_state = {name: copy.deepcopy(value, memo) for name, value in self.__getstate__().items()}
+        duplicate.__dict__.update(copied_state, _bind=self._bind, __signature__=self.__signature__)
         return duplicate
 
     def __getstate__(self) -> dict[str, Any]:
@@ -428,8 +429,8 @@ def get_rewritten_forward(block: nn.Module) -> BlockForward | None:
 
 def find_rewritten_blocks(model: nn.Module) -> dict[str, BlockForward]:
     """Return the rewritten blocks of a model by name, in module order."""
-    found = {name: get_rewritten_forward(module) for name, module in model.named_modules()}
-    return {name: forward for name, forward in found.items() if forward is not None}
+    forwards = {name: get_rewritten_forward(module) for name, module in model.named_modules()}
+    return {name: forward for name, forward in forwards.items() if forward is not None}
 
 
 def _find_own_forward(block: nn.Module) -> Callable[..., Any] | None:

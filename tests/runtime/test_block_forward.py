@@ -190,12 +190,12 @@ def test_capture_may_run_the_block_itself():
 
 def test_a_block_can_run_as_the_original_or_after_any_pass():
     block, forward, x, expected = rewritten_block()
-    with forward.running("original"):
+    with forward.force_graph("original"):
         torch.testing.assert_close(block(x), expected)
     assert (forward.counts.rewritten, forward.counts.original) == (0, 1)
-    with forward.running("rewrite"):
+    with forward.force_graph("rewrite"):
         torch.testing.assert_close(block(x), expected)
-    with forward.running("lower"), pytest.raises(KeyError, match="no pass 'lower' ran"):
+    with forward.force_graph("lower"), pytest.raises(KeyError, match="no pass 'lower' ran"):
         block(x)
     block(x)
     assert forward.counts.rewritten == 3
@@ -307,7 +307,7 @@ def test_a_changed_absorbed_submodule_raises(change, when):
         with pytest.raises(AbsorbedModuleChanged, match=rf"^layers\.3\.mlp\..*{message}") as caught:
             block(x)
     assert "before moefx.compile" in str(caught.value)
-    with get_rewritten_forward(block).running("original"):
+    with get_rewritten_forward(block).force_graph("original"):
         block(x)
 
 
@@ -332,7 +332,7 @@ def test_parameters_may_be_exchanged():
     torch.testing.assert_close(block(x), Block.forward(block, x))
     parameters = {name: torch.randn_like(p) for name, p in block.named_parameters()}
     found = torch.func.functional_call(block, parameters, (x,))
-    with block.forward.running("original"):
+    with block.forward.force_graph("original"):
         torch.testing.assert_close(found, torch.func.functional_call(block, parameters, (x,)))
 
 

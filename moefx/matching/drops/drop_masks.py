@@ -42,15 +42,15 @@ def find_masks(match: Match, find_tie_break: Callable[[], TieBreak | None]) -> l
     Raises:
         Refused: the program has no mask.
     """
-    found = [_find_mask_candidates(form) for form in match.forms]
-    for ref in _sort_by_directness(found[0], match.forms[0]):
+    candidates_by_capture = [_find_mask_candidates(form) for form in match.forms]
+    for ref in _sort_by_directness(candidates_by_capture[0], match.forms[0]):
         refs = [ref]
-        for other in found[1:]:
+        for other in candidates_by_capture[1:]:
             twin = next((r for r in other if r.signature == ref.signature and _are_same_op(r.node, ref.node)), None)
             if twin is None:
                 break
             refs.append(twin)
-        if len(refs) == len(found):
+        if len(refs) == len(candidates_by_capture):
             return refs
     if all(_is_explained_by_zeros(match, i) for i in range(len(match.forms))):
         return None
@@ -116,9 +116,10 @@ def _explain_left_out(several: Sequence[CanonicalForm]) -> Refused | None:
     for read in (read for form in several for read in form.capture.reads):
         _, number = find_comparison(read)
         if type(number) in (int, float) and lowest <= number <= highest:
-            which = "fewer tokens than a limit" if are_few else "more tokens than a limit"
+            count_text = "fewer tokens than a limit" if are_few else "more tokens than a limit"
             return Refused(
-                f"experts that {which} chose are left out, and their tokens get nothing from them: {read.source.text}",
+                f"experts that {count_text} chose are left out, and their tokens get nothing from them: "
+                f"{read.source.text}",
                 source=str(read.source),
                 remedy="run every expert that has tokens, or take the weights away by a mask over all choices, as in "
                 "weights * (counts >= limit)[ids]",
@@ -128,7 +129,7 @@ def _explain_left_out(several: Sequence[CanonicalForm]) -> Refused | None:
 
 def _find_varied_value(match: Match) -> Source | None:
     """Find the value whose variation (`FORCE_VARIED`) made a capture drop slots that it keeps otherwise."""
-    full = {(str(one.capture.routing), one.tokens) for one in match.forms if one.kept_slots.all()}
+    full = {(str(form.capture.routing), form.tokens) for form in match.forms if form.kept_slots.all()}
     for form in match.forms:
         if not form.kept_slots.all() and (str(form.capture.routing), form.tokens) in full:
             for at, how in form.capture.interventions.items():

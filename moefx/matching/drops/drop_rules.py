@@ -74,7 +74,7 @@ def refuse_unexplained(match: Match) -> None:
     for order in _ORDERS:
         ranks = [_rank_slots(form, order, owned) for form in match.forms]
         if all(
-            r is not None and _bound_capacity(one, r) is not None for one, r in zip(match.forms, ranks, strict=True)
+            r is not None and _bound_capacity(form, r) is not None for form, r in zip(match.forms, ranks, strict=True)
         ):
             return
     find_masks(match, lambda: None)
@@ -82,7 +82,7 @@ def refuse_unexplained(match: Match) -> None:
 
 def _find_rule(match: Match, samples: SizeSamples, owned: set[int]) -> DropRule | None:
     """Return the rule that explains the drops of all captures, or None unless there is exactly one."""
-    found = []
+    rules = []
     for order in _ORDERS:
         ranks = [_rank_slots(form, order, owned) for form in match.forms]
         if any(r is None for r in ranks):
@@ -92,8 +92,8 @@ def _find_rule(match: Match, samples: SizeSamples, owned: set[int]) -> DropRule 
             continue
         capacity = _find_capacity(match, samples, bounds)  # type: ignore[arg-type]
         if capacity is not None:
-            found.append(DropRule(order, capacity))
-    return found[0] if len(found) == 1 or (found and match.slots == 1) else None
+            rules.append(DropRule(order, capacity))
+    return rules[0] if len(rules) == 1 or (rules and match.slots == 1) else None
 
 
 def _find_tie_break(match: Match, capturer: Capturer, owned: set[int]) -> TieBreak | None:
@@ -108,9 +108,9 @@ def _find_tie_break(match: Match, capturer: Capturer, owned: set[int]) -> TieBre
     bounds = []
     for form in match.forms:
         ranks = _rank_slots(form, "weight", owned)
-        if ranks is None or (found := _bound_capacity(form, ranks)) is None:
+        if ranks is None or (capacity_range := _bound_capacity(form, ranks)) is None:
             return None
-        bounds.append(found)
+        bounds.append(capacity_range)
     for form, (fewest, most) in zip(match.forms, bounds, strict=True):
         if most is None or form.optional_guard:
             continue
@@ -182,8 +182,8 @@ def _find_weights(form: CanonicalForm) -> torch.Tensor | None:
     for group in form.groups:
         for i, ref in enumerate(group.values):
             wide = any(b.op == "value" and b.args[0] == i and math.prod(b.shape) > 1 for b in walk_body(group.body))
-            each = ref.axes[-1:] in (("k",), ("tk",)) or (form.slots == 1 and set(ref.axes) == {"t"})
-            if not wide and not ref.columns and each and not {"e", "s"} & set(ref.axes):
+            is_per_slot = ref.axes[-1:] in (("k",), ("tk",)) or (form.slots == 1 and set(ref.axes) == {"t"})
+            if not wide and not ref.columns and is_per_slot and not {"e", "s"} & set(ref.axes):
                 return form.capture.concrete_value(ref.node).reshape(form.ids.shape)
     return None
 
@@ -211,19 +211,19 @@ def _find_capacity(match: Match, samples: SizeSamples, bounds: Sequence[tuple[in
     overflow = next((i for i, (_, most) in enumerate(bounds) if most is not None), None)
     if overflow is None:
         return None
-    found_numbers = [collect_numbers(form.capture.nodes) for form in match.forms]
+    captured_numbers = [collect_numbers(form.capture.nodes) for form in match.forms]
     # if one expert has nearly all tokens, the program runs its code that drops
-    more = [(sizes, collect_numbers(capture.nodes)) for sizes, capture in samples.sample("overloaded")]
+    sampled_numbers = [(sizes, collect_numbers(capture.nodes)) for sizes, capture in samples.sample("overloaded")]
     constant: Formula | None = None
-    for argument_key, value in found_numbers[overflow].items():
+    for argument_key, value in captured_numbers[overflow].items():
         if type(value) is not int or not all(
-            _fits(n.get(argument_key), p) for n, p in zip(found_numbers, bounds, strict=True)
+            _fits(n.get(argument_key), p) for n, p in zip(captured_numbers, bounds, strict=True)
         ):
             continue
         points = [
-            (dims, found)
-            for dims, n in [*zip(match.sizes, found_numbers, strict=True), *more]
-            if type(found := n.get(argument_key)) is int
+            (dims, number)
+            for dims, n in [*zip(match.sizes, captured_numbers, strict=True), *sampled_numbers]
+            if type(number := n.get(argument_key)) is int
         ]
         formula = find_formula(points, match.expressions) if len(points) >= _MIN_POINTS else None
         if formula is not None and all(_fits(formula(d), p) for d, p in zip(match.sizes, bounds, strict=True)):

@@ -114,13 +114,13 @@ def collect_numbers(nodes: Iterable[fx.Node]) -> dict[Any, int | float | None]:
     Returns:
         Numbers by (source, op, path in the arguments); None if runs of the line have different numbers.
     """
-    found: dict[Any, int | float | None] = {}
+    numbers: dict[Any, int | float | None] = {}
     for n in nodes:
         if n.op == "call_function":
             for path, value in _walk_numbers((n.args, n.kwargs)):
                 argument_key = (n.meta["source"], str(n.target), path)
-                found[argument_key] = value if found.get(argument_key, value) == value else None
-    return found
+                numbers[argument_key] = value if numbers.get(argument_key, value) == value else None
+    return numbers
 
 
 def _walk_numbers(tree: Any, path: tuple = ()) -> Iterator[tuple[tuple, int | float]]:

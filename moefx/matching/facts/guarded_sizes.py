@@ -28,14 +28,14 @@ def find_sizes(arguments: Arguments, guards: Sequence[SizeGuard], tokens: int) -
     fixed = _fixed(arguments, guards)
     free = [dim for dim in arguments.dims if dim not in fixed]
     fitting = {tuple(s.values()): s for s in _candidates(arguments, free, fixed) if _hold(guards, s)}
-    found = sorted(fitting.values(), key=_cost(arguments, tokens))
+    sorted_sizes = sorted(fitting.values(), key=_cost(arguments, tokens))
     chosen: list[dict[str, int]] = []
-    for sizes in found:
+    for sizes in sorted_sizes:
         if len(chosen) < _MIN_SIZES and all(sizes[d] != other[d] for other in chosen for d in free):
             chosen.append(sizes)
     if len(chosen) < _MIN_SIZES or not free:
         return []
-    return [*chosen, *(sizes for sizes in found if sizes not in chosen)]
+    return [*chosen, *(sizes for sizes in sorted_sizes if sizes not in chosen)]
 
 
 def find_sequence(arguments: Arguments, guards: Sequence[SizeGuard], tokens: int) -> dict[str, int]:
@@ -43,25 +43,25 @@ def find_sequence(arguments: Arguments, guards: Sequence[SizeGuard], tokens: int
 
     If no sizes fit, return one sequence of `tokens` tokens.
     """
-    one = arguments.choose_sequence(tokens)
-    if _hold(guards, one):
-        return one
+    single_sequence = arguments.choose_sequence(tokens)
+    if _hold(guards, single_sequence):
+        return single_sequence
     fixed = _fixed(arguments, guards)
     free = [dim for dim in reversed(arguments.dims) if dim not in fixed]
-    fewest = 0, one
+    fewest = 0, single_sequence
     for long in free:  # the last axis first
         others = [dim for dim in free if dim != long]
         for short in sorted(itertools.product(_SHORT, repeat=len(others)), key=math.prod):
             known = fixed | dict(zip(others, short, strict=True))
-            each = arguments.tokens_per_unit * math.prod(known.values())
-            least = max(1, -(-tokens // each))
-            for n in range(least, least + _NEAR // each + 1):
+            tokens_per_index = arguments.tokens_per_unit * math.prod(known.values())
+            least = max(1, -(-tokens // tokens_per_index))
+            for n in range(least, least + _NEAR // tokens_per_index + 1):
                 sizes = {dim: known.get(dim, n) for dim in arguments.dims}
                 if not _hold(guards, sizes):
                     continue
-                if n * each <= tokens + tokens // 8:
+                if n * tokens_per_index <= tokens + tokens // 8:
                     return sizes
-                fewest = min(fewest, (n * each, sizes), key=lambda found: found[0] or math.inf)
+                fewest = min(fewest, (n * tokens_per_index, sizes), key=lambda candidate: candidate[0] or math.inf)
                 break
     return fewest[1]
 
@@ -82,8 +82,8 @@ def _candidates(arguments: Arguments, free: list[str], fixed: dict[str, int]) ->
         others = [dim for dim in free if dim != long]
         for short in itertools.product(_SHORT, repeat=len(others)):
             known = fixed | dict(zip(others, short, strict=True))
-            each = math.prod(known.values())
-            for n in range(-(-_MIN_TOKENS // each), most // each + 1):
+            units_per_index = math.prod(known.values())
+            for n in range(-(-_MIN_TOKENS // units_per_index), most // units_per_index + 1):
                 yield {dim: known.get(dim, n) for dim in arguments.dims}
 
 

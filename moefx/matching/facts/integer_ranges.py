@@ -89,18 +89,18 @@ class IntegerRanges:
         if node not in self._limited:
             while node not in self._known and self._read < len(self._nodes):
                 self._read_next()
-            found = self._known.get(node)
+            node_range = self._known.get(node)
             for user in node.users if node in self._known else ():
                 for i, dim, allowed in find_lookups(user):
                     if i is node:
-                        found = self._limit(found, user.args[0], node.meta["val"], dim, allowed)
-            self._limited[node] = found
+                        node_range = self._limit(node_range, user.args[0], node.meta["val"], dim, allowed)
+            self._limited[node] = node_range
         return self._limited[node]
 
     def is_decided(self, node: fx.Node, comparison: tuple[str, Any] | None = None) -> bool:
         """Return whether a boolean, or a `comparison` of a number (`("lt", 8)`), is equal for all routings."""
-        found = self.get(node)
-        if found is None:
+        value_range = self.get(node)
+        if value_range is None:
             return False
         if comparison is not None:
             if isinstance(comparison[1], RoutedInt):
@@ -108,9 +108,9 @@ class IntegerRanges:
             number = unwrap_numbers(comparison[1])
             if self._at_these_sizes is not None and number in self._sizes:
                 return self._at_these_sizes.is_decided(node, comparison)
-            lo, hi = map(torch.tensor, _hull(found))
-            found = _compare(comparison[0], (lo, hi), self._pair(number))
-        return bool((found[0] == found[1]).all())
+            lo, hi = map(torch.tensor, _hull(value_range))
+            value_range = _compare(comparison[0], (lo, hi), self._pair(number))
+        return bool((value_range[0] == value_range[1]).all())
 
     def _find_range(self, node: fx.Node, val: torch.Tensor) -> Range | None:
         if self._of_call and (node.op == "placeholder" or is_state(node)) and val.dtype is not torch.bool:
@@ -131,8 +131,8 @@ class IntegerRanges:
             if i == 0 and (
                 get_op_name(bundle) in SELECTION_DIMS or get_op_name(bundle).startswith(("_unique", "unique"))
             ):
-                found = self._known.get(bundle.args[0])
-                return found and _uniform(*_hull(found), val)
+                source_range = self._known.get(bundle.args[0])
+                return source_range and _uniform(*_hull(source_range), val)
             if i == 1 and get_op_name(bundle) in SELECTION_DIMS and source is not None and source.dim():
                 dim, _ = SELECTION_DIMS[get_op_name(bundle)](bundle)
                 return _uniform(0, self._find_last_position(bundle.args[0], dim), val)
@@ -160,7 +160,7 @@ class IntegerRanges:
             self._known[i] = self._limit(self._known.get(i), node.args[0], i.meta["val"], dim, allowed)
 
     def _limit(
-        self, found: Range | None, base: fx.Node, val: torch.Tensor, dim: int | None, allowed: range
+        self, node_range: Range | None, base: fx.Node, val: torch.Tensor, dim: int | None, allowed: range
     ) -> Range | None:
         """Limit integers to the axis from which they read entries, since the program fails otherwise.
 
@@ -174,8 +174,8 @@ class IntegerRanges:
             and shape[dim] in self._parameter_sizes
         )
         if not (is_state(base) or is_last):
-            return found
-        lo, hi = found or _uniform(allowed.start, allowed.stop - 1, val)
+            return node_range
+        lo, hi = node_range or _uniform(allowed.start, allowed.stop - 1, val)
         return lo.clamp(min=allowed.start), hi.clamp(max=allowed.stop - 1)
 
     def _find_last_position(self, source: fx.Node, dim: int | None) -> int:
@@ -290,11 +290,11 @@ class IntegerRanges:
     def _nonzero(self, node: fx.Node, val: torch.Tensor) -> Range | None:
         """Return the range of the coordinates of entries that may be true."""
         mask = node.args[0]
-        found = self._known.get(mask)
+        mask_range = self._known.get(mask)
         shape = mask.meta["val"].shape
         hi = [n - 1 for n in shape]
-        if found is not None and found[1].shape == tuple(shape):
-            indices = ((found[0] != 0) | (found[1] != 0)).nonzero()
+        if mask_range is not None and mask_range[1].shape == tuple(shape):
+            indices = ((mask_range[0] != 0) | (mask_range[1] != 0)).nonzero()
             hi = indices.amax(0).tolist() if len(indices) else [0] * len(shape)
         hi = [UNBOUNDED if self._is_token_axis(mask, d) else last for d, last in enumerate(hi)]
         return torch.zeros((1, len(hi)), dtype=torch.int64), torch.tensor([hi], dtype=torch.int64)
@@ -302,37 +302,37 @@ class IntegerRanges:
     def _scatter(self, node: fx.Node, val: torch.Tensor) -> Range | None:
         """Return the range of a constant that is written at indices with a range, as in `one_hot`."""
         base, dim, index, value = node.args
-        found, under = self._known.get(index), self._known.get(base)
-        if found is None or under is None or not isinstance(value, (int, bool)):
+        index_range, base_range = self._known.get(index), self._known.get(base)
+        if index_range is None or base_range is None or not isinstance(value, (int, bool)):
             return None
         inside = torch.zeros(val.shape, dtype=torch.bool)
-        inside.narrow(dim, 0, min(_hull(found)[1] + 1, val.shape[dim])).fill_(True)
-        lo, hi = (x.expand(val.shape) for x in under)
+        inside.narrow(dim, 0, min(_hull(index_range)[1] + 1, val.shape[dim])).fill_(True)
+        lo, hi = (x.expand(val.shape) for x in base_range)
         return torch.where(inside, lo.clamp(max=int(value)), lo), torch.where(inside, hi.clamp(min=int(value)), hi)
 
 
-def _wrap(found: Range | None, val: Any) -> Range | None:
+def _wrap(value_range: Range | None, val: Any) -> Range | None:
     """Replace ranges that exceed a narrow type by the full range of the type."""
-    if found is None or val.dtype not in NARROW:
-        return found
+    if value_range is None or val.dtype not in NARROW:
+        return value_range
     info = torch.iinfo(val.dtype)
-    fits = (found[0] >= info.min) & (found[1] <= info.max)
-    return torch.where(fits, found[0], info.min), torch.where(fits, found[1], info.max)
+    fits = (value_range[0] >= info.min) & (value_range[1] <= info.max)
+    return torch.where(fits, value_range[0], info.min), torch.where(fits, value_range[1], info.max)
 
 
 def _uniform(lo: int, hi: int, val: torch.Tensor) -> Range:
     return torch.full(val.shape, lo), torch.full(val.shape, hi)
 
 
-def _hull(found: Range) -> tuple[int, int]:
+def _hull(value_range: Range) -> tuple[int, int]:
     """Return the least and the largest possible element, with 0."""
-    lo, hi = found
+    lo, hi = value_range
     return min([0, *lo.reshape(-1).tolist()]), max([0, *hi.reshape(-1).tolist()])
 
 
-def _hull_exact(found: Range) -> tuple[int, int]:
+def _hull_exact(value_range: Range) -> tuple[int, int]:
     """Return the least and the largest possible element."""
-    return int(found[0].min()), int(found[1].max())
+    return int(value_range[0].min()), int(value_range[1].max())
 
 
 def _exclude(name: str, number: int, lo: int, hi: int) -> tuple[int, int]:

@@ -203,7 +203,7 @@ class Unifier:
         base = t
         while base.terms:
             base = base.terms[0]
-        found, source = base.op, ""
+        origin, source = base.op, ""
         if base.op == "node":
             node = base.args[0]
             maker = node.args[0] if node.target is operator.getitem else node
@@ -216,18 +216,18 @@ class Unifier:
                     source=str(node.meta["source"]),
                 )
             if node.op == "placeholder":
-                found = f"the argument {name}"
+                origin = f"the argument {name}"
             elif node.op == "get_attr" and node.meta["kind"] == "constant":
-                found = "a tensor that is neither a parameter nor a buffer of the block"
+                origin = "a tensor that is neither a parameter nor a buffer of the block"
             else:
-                found = f"the result of {name}"
+                origin = f"the result of {name}"
         elif is_state_slice(base):
-            found = f"a part of {base.args[0]}"
+            origin = f"a part of {base.args[0]}"
         if t.op == "at":
-            which = ", ".join(str(i) for _, i in t.args[1])
-            found = f"element [{which}] of {found}"
+            index_text = ", ".join(str(i) for _, i in t.args[1])
+            origin = f"element [{index_text}] of {origin}"
         return Refused(
-            f"an output row depends on more than its own input row: {found}",
+            f"an output row depends on more than its own input row: {origin}",
             source=source,
             remedy="compute each output row of an expert from one input row",
             cause=Cause.FOREIGN_ROW,

@@ -91,7 +91,7 @@ def has_distinct_slots(
 def view_as_slots(x: torch.Tensor, tokens: tuple[int, ...], axes: tuple[str, ...]) -> torch.Tensor:
     """View a tensor as [T, K], by the axes of a `NodeRef`."""
     sequences = len(x) if "s" in axes else 0
-    return next(flat for found, flat in enumerate_slot_views(x, tokens, sequences) if found == axes)
+    return next(flat for view_axes, flat in enumerate_slot_views(x, tokens, sequences) if view_axes == axes)
 
 
 class _Derivations:
@@ -124,8 +124,8 @@ class _Derivations:
         is_same = a.variable == b.variable
         is_beside = ~is_same & (self._rows[a.variable] == self._rows[b.variable])
         is_apart = ~(is_same | is_beside)
-        found = [(is_same, both), (is_beside, counts[0] * counts[1] - both), (is_apart, counts[0] * counts[1])]
-        return any(bool(tokens.any() and pairs.any()) for tokens, pairs in found)
+        cases = [(is_same, both), (is_beside, counts[0] * counts[1] - both), (is_apart, counts[0] * counts[1])]
+        return any(bool(tokens.any() and pairs.any()) for tokens, pairs in cases)
 
     def _count_positions(self, derivation: Derivation, among: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Count the positions at which a slot is each of these numbers.
@@ -178,9 +178,9 @@ class _Derivations:
         """Return whether a number that is not a shape depends on sizes or routing, and so changes between calls."""
         if node.op == "get_attr":
             return bool(node.meta["of_sizes"]) or self._fixed is not None
-        given, shapes = node.meta["of_sizes"], _SHAPE_ARGS.get(get_op_name(node), 0)
+        numbers_of_sizes, shapes = node.meta["of_sizes"], _SHAPE_ARGS.get(get_op_name(node), 0)
         args = (*node.args[shapes:], *node.kwargs.values()) if shapes else (node.args, node.kwargs)
-        if given and any(n in given for n in pytree.tree_leaves(args) if type(n) in (int, float)):
+        if numbers_of_sizes and any(n in numbers_of_sizes for n in pytree.tree_leaves(args) if type(n) in (int, float)):
             return True
         if self._fixed is None or shapes:
             return False
@@ -214,15 +214,15 @@ class _Derivations:
             return None
         if size in self._tokens:
             return None
-        found = self._add_variables(axis, torch.arange(size).view(-1, *[1] * len(shape)).expand(size, *shape))
+        derivation = self._add_variables(axis, torch.arange(size).view(-1, *[1] * len(shape)).expand(size, *shape))
         if among is not None and self._follows_masks:
-            self._join_earlier(found, producer.args[0], among)
-        return found
+            self._join_earlier(derivation, producer.args[0], among)
+        return derivation
 
-    def _join_earlier(self, found: Derivation, scores: fx.Node, axis: int) -> None:
+    def _join_earlier(self, derivation: Derivation, scores: fx.Node, axis: int) -> None:
         """Add new variables to the row of earlier ones, if the scores at these are masked before the selection."""
         axis, shape = axis % scores.meta["val"].dim(), scores.meta["val"].shape
-        is_one = found.variable.dim() < len(shape) or found.variable.shape[axis] == 1
+        is_one = derivation.variable.dim() < len(shape) or derivation.variable.shape[axis] == 1
         masks = find_masks(scores, is_one, self._derive_only)
         if sum(int(mask.values.sum(axis + 1).max()) for mask in masks) >= shape[axis]:
             return  # every score may be masked
@@ -241,8 +241,8 @@ class _Derivations:
         of_rows = torch.isin(self._rows, rows).nonzero().flatten()
         if not bool(torch.isin(of_rows, torch.cat(earlier)).all()):
             return  # the row has a variable that is not masked
-        rows = rows if found.variable.dim() == len(shape) else rows.squeeze(axis)
-        self._rows[found.variable] = rows.expand(found.variable.shape)
+        rows = rows if derivation.variable.dim() == len(shape) else rows.squeeze(axis)
+        self._rows[derivation.variable] = rows.expand(derivation.variable.shape)
 
     def _derive_only(self, node: Any) -> Derivation | None:
         derivations = self.derive(node) if isinstance(node, fx.Node) and _holds_integers(node) else None
@@ -280,15 +280,17 @@ class _Derivations:
 
     def _derive_branches(self, val: torch.Tensor, branches: list[Any]) -> list[Derivation] | None:
         """Derive a `where` with an unknown mask: the derivations of both branches."""
-        found: list[Derivation] = []
+        branch_derivations: list[Derivation] = []
         for branch in branches:
             derivations = self._known[branch] if isinstance(branch, fx.Node) else [_constant(torch.tensor(branch))]
-            if derivations is None or len(found) + len(derivations) > _MAX_DERIVATIONS:
+            if derivations is None or len(branch_derivations) + len(derivations) > _MAX_DERIVATIONS:
                 return None
             for variable, values in derivations:
                 values = values.view(len(values), *[1] * (val.dim() - values.dim() + 1), *values.shape[1:])
-                found.append(Derivation(variable.expand(val.shape), values.expand(-1, *val.shape).to(val.dtype)))
-        return found
+                branch_derivations.append(
+                    Derivation(variable.expand(val.shape), values.expand(-1, *val.shape).to(val.dtype))
+                )
+        return branch_derivations
 
     def _derive_computation(self, node: fx.Node) -> list[Derivation] | None:
         """Derive an op that moves numbers, or computes with those of one variable."""
@@ -310,12 +312,12 @@ class _Derivations:
             return None
         if looks_up and not self._is_at_constants(by):
             return None
-        found = []
+        results = []
         for derivations in itertools.product(*derivations_of_inputs):
-            given = dict(zip(inputs, derivations, strict=True))
+            derivation_by_input = dict(zip(inputs, derivations, strict=True))
             values = torch.stack(
                 [
-                    _call(node, {a: derivation.at(n) for a, derivation in given.items()})
+                    _call(node, {a: derivation.at(n) for a, derivation in derivation_by_input.items()})
                     for n in range(_max_positions(derivations))
                 ]
             )
@@ -324,14 +326,16 @@ class _Derivations:
                     [derivation.variable.expand(values.shape[1:]) for derivation in derivations]
                 )
             elif looks_up:
-                indices = {a: derivation.at(0) for a, derivation in given.items()}
+                indices = {a: derivation.at(0) for a, derivation in derivation_by_input.items()}
                 variable = _call(node, indices | {inputs[0]: derivations[0].variable})
             else:
-                variable = _call(node, {a: derivation.variable for a, derivation in given.items()}, padding=0)
+                variable = _call(
+                    node, {a: derivation.variable for a, derivation in derivation_by_input.items()}, padding=0
+                )
             if variable is None:
                 return None
-            found.append(Derivation(variable, values))
-        return found
+            results.append(Derivation(variable, values))
+        return results
 
     def _is_at_constants(self, node: fx.Node) -> bool:
         indices: list[fx.Node] = []
@@ -376,8 +380,8 @@ def _max_positions(derivations: Iterable[Derivation]) -> int:
 
 def _common_variable(variables: list[torch.Tensor]) -> torch.Tensor | None:
     """Return the variable on which each element depends; None if some element depends on two."""
-    found = torch.stack(variables).amax(0)
-    return found if all(bool(((c == 0) | (c == found)).all()) for c in variables) else None
+    common = torch.stack(variables).amax(0)
+    return common if all(bool(((c == 0) | (c == common)).all()) for c in variables) else None
 
 
 def _call(node: fx.Node, inputs: dict[fx.Node, torch.Tensor], **changed: Any) -> torch.Tensor:

@@ -66,9 +66,9 @@ def find_expert_index(
         hint: the form of another capture of the block.
     """
     search = _IndexSearch(owners, tokens, summands, nodes)
-    found = search.find_as_in(hint) if hint is not None else None
-    if found is not None:
-        return found
+    hinted_index = search.find_as_in(hint) if hint is not None else None
+    if hinted_index is not None:
+        return hinted_index
     candidates = search.list_candidates(inside)
     return search.find_node(candidates) or search.find_columns(candidates) or search.find_mask()
 
@@ -114,15 +114,15 @@ class _IndexSearch:
 
     def list_candidates(self, inside: set[fx.Node]) -> list[tuple[NodeRef, torch.Tensor]]:
         """List views of integer nodes as [T, K], the likeliest first. A boolean selects one of two experts."""
-        found = []
+        candidates = []
         for position, (n, val) in enumerate(self._integers()):
             if val.dtype is not torch.uint8:
                 is_boolean = val.dtype is torch.bool
                 for axes, flat in enumerate_slot_views(val, self.tokens, self.sequences):
                     if flat.shape[1] <= (1 if is_boolean else _MAX_SLOTS):
                         order = ("s" in axes, is_boolean, flat.shape[1] != self.widest, n in inside, position)
-                        found.append((order, NodeRef(n, axes), flat))
-        return [(ref, flat) for _, ref, flat in sorted(found, key=lambda c: c[0])]
+                        candidates.append((order, NodeRef(n, axes), flat))
+        return [(ref, flat) for _, ref, flat in sorted(candidates, key=lambda c: c[0])]
 
     def find_node(self, candidates: list[tuple[NodeRef, torch.Tensor]]) -> ExpertIndex | None:
         """Find a node with the ids of all slots: the experts' own numbers, else any consistent numbers."""
@@ -159,9 +159,9 @@ class _IndexSearch:
     def find_as_in(self, hint: CanonicalForm) -> ExpertIndex | None:
         """Use the nodes of the hint's expert index, if they explain the summands of this capture."""
         numbers = self._numbers_in(hint) or self.own_numbers
-        found = self._find_twin(hint.expert_index) if numbers is not None else None
-        slots = _assign_slots(self.keys, found[1], numbers) if found is not None else None  # type: ignore[arg-type]
-        return None if found is None or slots is None else ExpertIndex(*found, slots)
+        twin = self._find_twin(hint.expert_index) if numbers is not None else None
+        slots = _assign_slots(self.keys, twin[1], numbers) if twin is not None else None  # type: ignore[arg-type]
+        return None if twin is None or slots is None else ExpertIndex(*twin, slots)
 
     def _numbers_in(self, hint: CanonicalForm) -> dict[OwnerKey, int] | None:
         """Return the hint's expert numbers by key, or None if it lacks some expert."""
@@ -190,10 +190,10 @@ class _IndexSearch:
             if n.meta["index"] == ref.node.meta["index"] and n.target == ref.node.target:
                 if "m" in ref.axes:
                     return NodeRef(n, ref.axes), torch.arange(val.shape[-1]).expand(self.num_tokens, -1)
-                found = [
+                views = [
                     flat for axes, flat in enumerate_slot_views(val, self.tokens, self.sequences) if axes == ref.axes
                 ]
-                return (NodeRef(n, ref.axes), found[0]) if found else None
+                return (NodeRef(n, ref.axes), views[0]) if views else None
         return None
 
     def find_columns(self, candidates: list[tuple[NodeRef, torch.Tensor]]) -> ExpertIndex | None:
@@ -310,12 +310,12 @@ def _infer_numbers(keys: list[list[Any]], ids: list[list[int]]) -> dict[Any, int
 def uses_all_experts(owners: ExpertOwners, summands: list[list[Term]]) -> bool:
     """Return whether every token uses every expert."""
     keys = [{owners.find_key(p) for p in parts} for parts in summands]
-    every = set().union(*keys)
-    return all(row == every for row in keys)
+    all_experts = set().union(*keys)
+    return all(row == all_experts for row in keys)
 
 
 def is_all_or_none(owners: ExpertOwners, summands: list[list[Term]]) -> bool:
     """Return whether some tokens use all experts, and the others none."""
     keys = [{owners.find_key(p) for p in parts} for parts in summands]
-    every = set().union(*keys)
-    return bool(every) and not all(keys) and all(row in (set(), every) for row in keys)
+    all_experts = set().union(*keys)
+    return bool(all_experts) and not all(keys) and all(row in (set(), all_experts) for row in keys)

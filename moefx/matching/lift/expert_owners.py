@@ -107,6 +107,6 @@ class ExpertOwners:
         if part not in self._numbers:
             parts = part.fqn.split(".")
             names = [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
-            own = [self.numbers[name] for name in names if name in self.numbers]
-            self._numbers[part] = own or guess_experts(part, self.uses.children)
+            named_numbers = [self.numbers[name] for name in names if name in self.numbers]
+            self._numbers[part] = named_numbers or guess_experts(part, self.uses.children)
         return self._numbers[part]

@@ -54,18 +54,23 @@ def propose_expert_parameters(uses: ParameterUses) -> Iterator[list[set[str]]]:
         if not used_by_row:
             continue
         common = frozenset.intersection(*used_by_row)
-        more = [used for used in used_by_row if used != common]  # without padding rows, more parameters are common
-        if more and (of_all := frozenset.intersection(*more)) != frozenset().union(*more):
+        # without padding rows, more parameters are common
+        partial_uses = [used for used in used_by_row if used != common]
+        if partial_uses and (of_all := frozenset.intersection(*partial_uses)) != frozenset().union(*partial_uses):
             common = of_all
         varying = frozenset().union(*used_by_row) - common
         if varying:
-            found = {strip_moves(t).args[0] for t in varying}
-            experts = add_siblings(uses, found)
+            varying_names = {strip_moves(t).args[0] for t in varying}
+            experts = add_siblings(uses, varying_names)
             if not experts & before:
                 before |= experts
-                every = experts & ({strip_moves(t).args[0] for t in common} - found)  # shared experts of the list
+                shared_experts = experts & (
+                    {strip_moves(t).args[0] for t in common} - varying_names
+                )  # in the same list
                 rest = experts - _find_tables(uses, varying)
-                yield _distinct([rest, experts, experts - every, rest - _find_choice_parameters(uses, experts)])
+                yield _distinct(
+                    [rest, experts, experts - shared_experts, rest - _find_choice_parameters(uses, experts)]
+                )
 
 
 def _distinct(sets: list[set[str]]) -> list[set[str]]:
@@ -86,7 +91,7 @@ def _find_tables(uses: ParameterUses, varying: frozenset[Term]) -> set[str]:
         elif length > 1:
             experts.add(length)
         experts |= {len(uses.children.get(fqn[:i], ())) for i, c in enumerate(fqn) if c == "."}
-    return {fqn for fqn, found in lengths.items() if not found & experts}
+    return {fqn for fqn, table_lengths in lengths.items() if not table_lengths & experts}
 
 
 def _count_parts(t: Term) -> int:
@@ -169,7 +174,7 @@ def find_experts_used_by_all_tokens(uses: ParameterUses) -> set[str]:
         for part in map(ParameterSlice.from_term, used):
             if guess_experts(part, uses.children):
                 kinds[re.sub(r"\d+", "#", part.fqn), part.steps and part.steps[0][0]].add(part)
-        found = {p.fqn for parts in kinds.values() if len(parts) > 1 for p in parts}
-        if found:
-            return add_siblings(uses, found)
+        numbered_names = {p.fqn for parts in kinds.values() if len(parts) > 1 for p in parts}
+        if numbered_names:
+            return add_siblings(uses, numbered_names)
     return set()

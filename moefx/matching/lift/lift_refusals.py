@@ -38,10 +38,10 @@ class NothingRouted(Refused):
     def __init__(self, capture: Capture, cut: fx.Node | None = None):
         has_integers = any(map(depends_on_call, capture.nodes))
         remedy = "an integer argument or buffer that turns all experts off is not followed" if has_integers else ""
-        what, source = (
+        reason, source = (
             ("no expert's result reaches this sum", str(cut.meta["source"])) if cut else ("no expert runs", "")
         )
-        super().__init__(what, source=source, remedy=remedy)
+        super().__init__(reason, source=source, remedy=remedy)
 
 
 def explain_no_cut(capture: Capture, expert_nodes: set[fx.Node], experts: set[str]) -> Refused:

@@ -197,15 +197,15 @@ class Lifter:
         are dropped, a cut may have fewer rows than tokens, so the hint's line counts more than the rows. If the
         last experts of a loop have no tokens, several runs of its line are candidates: the last run comes first.
         """
-        found = []
+        candidates = []
         for position, n in enumerate(common):
             val = n.meta.get("val")
             if isinstance(val, FakeTensor) and val.dim() >= 2 and val.is_floating_point():
-                found.append((math.prod(val.shape[:-1]), position, n))
-        if not found:
+                candidates.append((math.prod(val.shape[:-1]), position, n))
+        if not candidates:
             return []
-        found.sort(key=lambda c: c[:2])
-        preferred = line(self.hint.cut if self.hint is not None else found[0][2])
+        candidates.sort(key=lambda c: c[:2])
+        preferred = line(self.hint.cut if self.hint is not None else candidates[0][2])
 
         def rank(candidate: tuple[int, int, fx.Node]) -> tuple:
             rows, position, n = candidate
@@ -215,7 +215,7 @@ class Lifter:
             order = position if is_elsewhere else -position
             return self.hint is not None and is_elsewhere, rows, is_elsewhere, order
 
-        return [n for _, _, n in sorted(found, key=rank)]
+        return [n for _, _, n in sorted(candidates, key=rank)]
 
     def _list_numberings(self) -> list[Callable[[fx.Node], dict[str, int] | None]]:
         """List the ways to number experts, each a function from a cut to numbers by FQN.

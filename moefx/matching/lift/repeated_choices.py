@@ -74,7 +74,6 @@ class ChoiceSums:
         self, capture: Capture, terms: Terms, lookup: ValueLookup, groups: list[CapturedGroup],
         expert_summands: list[list[Term]], hint: CanonicalForm | None,
     ):  # fmt: skip
-        """`expert_summands`: the summands of all tokens with expert parameters."""
         self.terms, self.lookup = terms, lookup
         parts = dict.fromkeys(part for row in expert_summands for part in row)
         self.parameters = {ParameterSlice.from_term(x): x for x in _walk_terms(*parts) if is_state_slice(x)}
@@ -84,7 +83,7 @@ class ChoiceSums:
         missing = [_move_to_capture(g, capture) for body, g in hinted.items() if body not in bodies]
         for group in (*groups, *filter(None, missing)):
             other = hinted.get(group.body, group)
-            tables = [own | more for own, more in zip(group.tables, other.tables, strict=True)]
+            tables = [table | hinted_table for table, hinted_table in zip(group.tables, other.tables, strict=True)]
             self.groups |= {e: (group, tables) for e in {*group.ids, *other.ids}}
 
     def is_sum_of_choices(self, slots: list[Choice], parts: list[Term]) -> bool:
@@ -94,13 +93,13 @@ class ChoiceSums:
             slots: (token, slot, expert) of each slot of the token.
             parts: all summands of the token.
         """
-        wanted: _LinearSum = {}
+        expected: _LinearSum = {}
         for slot in slots:
-            _add(wanted, self._expand_choice(slot))
-        found: _LinearSum = {}
+            _add(expected, self._expand_choice(slot))
+        actual: _LinearSum = {}
         for part in parts:
-            _add(found, self._expand_row(part))
-        return _round(wanted) == _round(found)
+            _add(actual, self._expand_row(part))
+        return _round(expected) == _round(actual)
 
     def has_effect(self, slot: Choice) -> bool:
         """Return whether a slot contributes anything."""
@@ -113,20 +112,20 @@ class ChoiceSums:
     def _build_summand(self, body: Body, slot: Choice) -> Term:
         """Build the summand of one slot. A value that no token has becomes an opaque term."""
         group, tables = self.groups[slot[2]]
-        found: Term | None = None
+        term: Term | None = None
         match body.op:
             case "value":
-                found = self.lookup.get_element(group.values[body.args[0]], *slot)
+                term = self.lookup.get_element(group.values[body.args[0]], *slot)
             case "expert":
-                found = self.parameters.get(tables[body.args[0]][slot[2]])
+                term = self.parameters.get(tables[body.args[0]][slot[2]])
             case "shared":
-                found = self.parameters.get(body.args[0])
+                term = self.parameters.get(body.args[0])
             case "const":
                 return self.terms.const(body.args[0], body.shape)
             case _:
                 args = [self._build_summand(a, slot) if isinstance(a, Body) else a for a in body.args]
                 return self.terms.make(body.op, tuple(args), body.shape)
-        return self.terms.make("node", (body, slot[2]), body.shape) if found is None else found
+        return self.terms.make("node", (body, slot[2]), body.shape) if term is None else term
 
     def _expand_row(self, t: Term) -> _LinearSum:
         """Expand a row to a sum of rows, each times scalars."""
@@ -136,9 +135,9 @@ class ChoiceSums:
             name, kwargs, *items = t.args
             wide = [i for i in items if isinstance(i, Term) and math.prod(i.shape) > 1]
             if name in ("add", "sub") and len(wide) == len(items) == 2:
-                found = dict(self._expand_row(wide[0]))
-                _add(found, self._expand_row(wide[1]), 1 if name == "add" else -1)
-                return found
+                row_sum = dict(self._expand_row(wide[0]))
+                _add(row_sum, self._expand_row(wide[1]), 1 if name == "add" else -1)
+                return row_sum
             if name == "mul" and len(wide) == 1 and len(items) == 2:
                 return _multiply(
                     self._expand_row(wide[0]), _expand_scalar(items[1] if items[0] is wide[0] else items[0])
@@ -173,21 +172,21 @@ def _expand_scalar(t: Any) -> _LinearSum:
         a, b = map(_expand_scalar, t.args[2:])
         if t.args[0] == "mul":
             return _multiply(a, b)
-        found = dict(a)
-        _add(found, b, 1 if t.args[0] == "add" else -1)
-        return found
+        scalar_sum = dict(a)
+        _add(scalar_sum, b, 1 if t.args[0] == "add" else -1)
+        return scalar_sum
     return {(None, (t,)): 1.0}
 
 
 def _multiply(rows: _LinearSum, scalars: _LinearSum) -> _LinearSum:
-    found: _LinearSum = {}
-    for ((row, by), n), ((_, more), m) in itertools.product(rows.items(), scalars.items()):
-        _add(found, {(row, tuple(sorted((*by, *more), key=id))): n * m})
-    return found
+    product: _LinearSum = {}
+    for ((row, by), n), ((_, factors), m) in itertools.product(rows.items(), scalars.items()):
+        _add(product, {(row, tuple(sorted((*by, *factors), key=id))): n * m})
+    return product
 
 
-def _add(to: _LinearSum, more: _LinearSum, sign: int = 1) -> None:
-    for key, n in more.items():
+def _add(to: _LinearSum, addend: _LinearSum, sign: int = 1) -> None:
+    for key, n in addend.items():
         to[key] = to.get(key, 0.0) + sign * n
 
 

@@ -96,20 +96,20 @@ class ParameterUses:
 
         A scalar is a routing weight: parameters that the term uses only through it do not count.
         """
-        found = self._leaves.get(t)
-        if found is None:
+        slices = self._leaves.get(t)
+        if slices is None:
             if is_parameter_slice(t):
-                found = frozenset([t])
+                slices = frozenset([t])
             else:
                 is_single = math.prod(t.shape) == 1
                 parts = [
                     self.leaves(a) for a in t.terms if is_single or math.prod(a.shape) > 1 or is_parameter_slice(a)
                 ]
-                found = frozenset().union(*parts)
+                slices = frozenset().union(*parts)
                 if is_single:
-                    found = frozenset(p for p in found if strip_moves(p).args[0] not in self.choice_parameters)
-            self._leaves[t] = found
-        return found
+                    slices = frozenset(p for p in slices if strip_moves(p).args[0] not in self.choice_parameters)
+            self._leaves[t] = slices
+        return slices
 
     @functools.cached_property
     def choice_parameters(self) -> set[str]:
@@ -127,13 +127,13 @@ class ParameterUses:
             experts: FQNs of the experts' parameters, if they are known. Other products stay whole: channels of an
                 image use parts of a norm's weight, pixels the whole weight.
         """
-        found = [self.leaves(r) for r in self.rows(node)]
-        stacked = _find_stacked(found, self.split_axes)
+        slices_by_row = [self.leaves(r) for r in self.rows(node)]
+        stacked = _find_stacked(slices_by_row, self.split_axes)
         if stacked := {t: axes for t, axes in stacked.items() if experts is None or t.args[0] in experts}:
             self.terms.mark_routed(stacked)
             self._leaves.clear()
-            found = [self.leaves(r) for r in self.rows(node)]
-        return found
+            slices_by_row = [self.leaves(r) for r in self.rows(node)]
+        return slices_by_row
 
     def live_nodes(self) -> set[fx.Node]:
         """Return the nodes that outputs and effects depend on."""
@@ -148,7 +148,7 @@ def find_padding_lines(block: nn.Module, capture: Capture, width: int) -> frozen
     Args:
         width: last dim of the hidden states.
     """
-    uses, behind, found = ParameterUses(block, capture), set[fx.Node](), set[Line]()
+    uses, behind, padding_lines = ParameterUses(block, capture), set[fx.Node](), set[Line]()
     for n in capture.nodes:
         val = n.meta.get("val")
         if not isinstance(val, FakeTensor) or val.dim() < 2 or not val.is_floating_point() or follows_from_integers(n):
@@ -159,8 +159,8 @@ def find_padding_lines(block: nn.Module, capture: Capture, width: int) -> frozen
             with contextlib.suppress(Refused, TooLarge):
                 if {is_const(row) for row in uses.rows(n)} == {True, False}:
                     behind.add(n)
-                    found.add(line(n))
-    return frozenset(found)
+                    padding_lines.add(line(n))
+    return frozenset(padding_lines)
 
 
 def has_rows_of_padding(capture: Capture, width: int) -> bool:
@@ -205,11 +205,11 @@ def _find_split_axes(t: Term) -> frozenset[int]:
 
     Of a parameter that the program reshapes first, they are the axes with these numbers, if it has as many.
     """
-    found = frozenset()
+    split_axes = frozenset()
     while t.op != "param":
-        found = frozenset(axis for axis, _ in t.args[1]) if t.op == "at" else found
+        split_axes = frozenset(axis for axis, _ in t.args[1]) if t.op == "at" else split_axes
         t = t.terms[0]
-    return frozenset(axis for axis in found if axis < len(t.shape))
+    return frozenset(axis for axis in split_axes if axis < len(t.shape))
 
 
 def has_integer_choices(uses: ParameterUses) -> bool:
@@ -256,14 +256,14 @@ def find_cuts(uses: ParameterUses, experts: set[str]) -> tuple[set[fx.Node], lis
         if (n.op == "get_attr" and n.meta["fqn"] in experts) or any(a in expert_nodes for a in n.all_input_nodes):
             expert_nodes.add(n)
     order = [n for n in uses.capture.nodes if n in expert_nodes and n in live]
-    found, last, final = [], -1, set(uses.outputs)
+    cuts, last, final = [], -1, set(uses.outputs)
     for n in order:
         here = n.meta["index"]
         if last <= here and n.op != "get_attr":
-            found.append(n)
+            cuts.append(n)
         ends = [u.meta["index"] for u in n.users if u in live and u in expert_nodes]
         last = max([last, *ends] + ([len(uses.capture.nodes)] if n in final else []))
-    return expert_nodes, found
+    return expert_nodes, cuts
 
 
 def find_call_internals(capture: Capture, expert_nodes: set[fx.Node]) -> set[fx.Node]:
@@ -319,15 +319,15 @@ def _count_rows_by_line(nodes: Iterable[fx.Node], cut: fx.Node) -> dict[tuple[Li
     the run: several runs with equal counts are still a loop, as in a block whose tokens select all experts.
     """
     tokens, runs = math.prod(cut.meta["val"].shape[:-1]), Counter[Line]()
-    found: dict[tuple[Line, bool], set[Any]] = defaultdict(set)
+    counts: dict[tuple[Line, bool], set[Any]] = defaultdict(set)
     for n in nodes:
         if _has_rows_of_routing(n):
             at = line(n)
-            found[at, True].add((_rows_per_token(n, tokens), runs[at]))
+            counts[at, True].add((_rows_per_token(n, tokens), runs[at]))
             runs[at] += 1
         elif _has_gathered_rows(n):
-            found[line(n), False].add(_rows_per_token(n, tokens))
-    return found
+            counts[line(n), False].add(_rows_per_token(n, tokens))
+    return counts
 
 
 def _has_rows_of_routing(n: fx.Node) -> bool:

@@ -155,8 +155,8 @@ class ValueLookup:
         return self.semantics.terms.resolve(self.semantics.terms.pick_axes(term, index_by_axis))
 
     def _get_value(self, ref: NodeRef, slot: Choice) -> Term | None:
-        found = self.get_element(ref, *slot)
-        return found and self._as_scalar(found)
+        element = self.get_element(ref, *slot)
+        return element and self._as_scalar(element)
 
     def _as_scalar(self, t: Term) -> Term:
         """Remove the axes of a term with one element: `max(-1, keepdim=True)` gives weights of shape [1]."""
@@ -203,9 +203,9 @@ class ValueLookup:
             table: dict[Term, list[NodeRef]] = defaultdict(list)
             for ref in self.candidates:
                 if slots or set(ref.axes) == {"t"}:
-                    found = self._get_value(ref, at)
-                    if found is not None:
-                        table[found].append(ref)
+                    value = self._get_value(ref, at)
+                    if value is not None:
+                        table[value].append(ref)
             self._tables[at, slots] = table
         scalar = math.prod(terms[0].shape) == 1
         terms = [self._as_scalar(t) for t in terms]

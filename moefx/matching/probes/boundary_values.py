@@ -49,14 +49,14 @@ def add_boundary_values(state: ProofState, sizes: dict[str, int]) -> tuple[Argum
     while (captured := _try_capture(state, arguments, sizes)) is not None:
         doubtful = _observe_doubtful(state, arguments, sizes, captured)
         values = [_find_boundary_value(captured, observation, arguments) for observation in doubtful]
-        found = {value for value in values if value is not None} - tried
-        if not found:
+        new_values = {value for value in values if value is not None} - tried
+        if not new_values:
             break
-        tried |= found
-        if can_run(state, with_all := arguments.with_extra_values(found), sizes):
+        tried |= new_values
+        if can_run(state, with_all := arguments.with_extra_values(new_values), sizes):
             arguments = with_all
             continue
-        for value in sorted(found, key=str):
+        for value in sorted(new_values, key=str):
             if can_run(state, with_one := arguments.with_extra_values({value}), sizes):
                 arguments = with_one
     return arguments, captured
@@ -85,15 +85,19 @@ def _observe_doubtful(
         is_one_way = observation.is_doubtful or _is_one_truth(observation)
         return is_one_way and not _is_test_of_known_elements(observation)
 
-    found = {run: observation for run, observation in observe_integers(captured).items() if is_open(observation)}
-    ancestors = set().union(*[find_integer_ancestors(observation.node) for observation in found.values()])
+    open_observations = {
+        run: observation for run, observation in observe_integers(captured).items() if is_open(observation)
+    }
+    ancestors = set().union(*[find_integer_ancestors(observation.node) for observation in open_observations.values()])
     if any(map(is_state, ancestors)):
         for seed in BUFFER_SEEDS:
-            more = _try_capture(state, arguments, sizes, seed)
-            others = observe_integers(more) if more is not None else {}
-            found = {run: known | others.get(run, known) for run, known in found.items()}
-            found = {run: observation for run, observation in found.items() if is_open(observation)}
-    return [*found.values()]
+            other_capture = _try_capture(state, arguments, sizes, seed)
+            others = observe_integers(other_capture) if other_capture is not None else {}
+            open_observations = {run: known | others.get(run, known) for run, known in open_observations.items()}
+            open_observations = {
+                run: observation for run, observation in open_observations.items() if is_open(observation)
+            }
+    return [*open_observations.values()]
 
 
 def can_run(state: ProofState, arguments: Arguments, sizes: dict[str, int]) -> bool:
@@ -137,34 +141,34 @@ def _find_boundary_value(captured: Capture, observation: Observation, arguments:
             key, leaf_takes = leaf.meta["fqn"], partial(can_hold, leaf.meta["val"])
         else:
             continue
-        given, path = leaf.meta["val"], find_path(leaf, made_of)
-        here = (torch.arange(given.numel()) % 3 == 0).view(given.shape)
+        leaf_values, path = leaf.meta["val"], find_path(leaf, made_of)
+        here = (torch.arange(leaf_values.numel()) % 3 == 0).view(leaf_values.shape)
         for number in filter(leaf_takes, itertools.islice(_propose_numbers(captured, observation, path), _MAX_TRIALS)):
             with suppress_program_errors():  # the number may be out of bounds of a table
-                if _changes_outcome(captured, observation, path, {leaf: torch.where(here, number, given)}):
+                if _changes_outcome(captured, observation, path, {leaf: torch.where(here, number, leaf_values)}):
                     return key, number
     return None
 
 
 def find_integer_ancestors(node: fx.Node) -> set[fx.Node]:
     """Return a node and its ancestors that depend on integers of the call."""
-    found, stack = {node}, [node]
+    ancestors, stack = {node}, [node]
     while stack:
         for a in stack.pop().all_input_nodes:
-            if a not in found and depends_on_call(a):
-                found.add(a)
+            if a not in ancestors and depends_on_call(a):
+                ancestors.add(a)
                 stack.append(a)
-    return found
+    return ancestors
 
 
 def find_path(leaf: fx.Node, among: set[fx.Node]) -> list[fx.Node]:
     """Return the nodes of `among` that depend on `leaf`, in program order, `leaf` first."""
-    found, stack = {leaf}, [leaf]
+    dependents, stack = {leaf}, [leaf]
     while stack:
-        more = [user for user in stack.pop().users if user in among and user not in found]
-        found.update(more)
-        stack += more
-    return sorted(found, key=lambda n: n.meta["index"])
+        new_users = [user for user in stack.pop().users if user in among and user not in dependents]
+        dependents.update(new_users)
+        stack += new_users
+    return sorted(dependents, key=lambda n: n.meta["index"])
 
 
 def evaluate_path(
@@ -206,7 +210,7 @@ def _propose_numbers(captured: Capture, observation: Observation, path: list[fx.
         named |= dict.fromkeys(others[:_MAX_OF_TENSOR].tolist())
     narrow = {n.meta["val"].dtype for n in path if n.meta.get("val") is not None} & NARROW
     named |= dict.fromkeys(torch.iinfo(dtype).max + 1 for dtype in narrow)
-    own = [int(v) for v in [*named, 0] if abs(v) < _MAX_NUMBER]
-    near = [v + d for d in (0, 1, -1) for v in own]
-    pairs = [n for a, b in itertools.product(own, repeat=2) for n in (a * b, a + b, a - b, b - a)]
+    numbers = [int(v) for v in [*named, 0] if abs(v) < _MAX_NUMBER]
+    near = [v + d for d in (0, 1, -1) for v in numbers]
+    pairs = [n for a, b in itertools.product(numbers, repeat=2) for n in (a * b, a + b, a - b, b - a)]
     yield from dict.fromkeys([*near, *pairs, *(n + d for d in (1, -1) for n in pairs)])

@@ -201,13 +201,17 @@ def _find_zero_weight_reads(state: ProofState) -> set[tuple[Source, ...]]:
     Both outcomes must have occurred, and an expert that ran must add nothing if its weights are zero.
     """
     outcomes: dict[tuple[Source, ...], set[Any]] = {}
-    found: dict[tuple[Source, ...], set[bool | None]] = {}
+    adds_nothing: dict[tuple[Source, ...], set[bool | None]] = {}
     for form in state.evidence.forms:
         for read in filter(zero_sum_tests.is_zero_test, form.capture.reads):
             outcomes.setdefault(read.call_stack, set()).add(read.value)
             if _has_rows(read):
-                found.setdefault(read.call_stack, set()).add(zero_sum_tests.adds_nothing(read))
-    return {calls for calls, seen in found.items() if False not in seen and True in seen and len(outcomes[calls]) == 2}
+                adds_nothing.setdefault(read.call_stack, set()).add(zero_sum_tests.adds_nothing(read))
+    return {
+        calls
+        for calls, seen in adds_nothing.items()
+        if False not in seen and True in seen and len(outcomes[calls]) == 2
+    }
 
 
 def _find_large_count_reads(state: ProofState) -> dict[tuple[Source, ...], HostRead]:
@@ -234,12 +238,14 @@ def _find_large_count_reads(state: ProofState) -> dict[tuple[Source, ...], HostR
                 limits_at.setdefault(read.call_stack, {}).setdefault(number, []).append(read)
         for calls, equal_read in equal_here.items():
             equal.setdefault(calls, []).append(equal_read)
-    found = {calls: reads[0] for calls, reads in equal.items() if reads[0] is not None and None not in reads}
+    large_count_reads = {
+        calls: reads[0] for calls, reads in equal.items() if reads[0] is not None and None not in reads
+    }
     for calls, by_number in limits_at.items():
         last = by_number[max(by_number)]
         if len(by_number) > 1 and len({read.value for read in last}) == 1:
-            found[calls] = last[0]
-    return found
+            large_count_reads[calls] = last[0]
+    return large_count_reads
 
 
 def _is_limit_test(state: ProofState, read: HostRead) -> bool:
@@ -255,8 +261,8 @@ def is_unbounded(ranges: IntegerRanges, read: HostRead) -> bool:
     origins = read.origins if read.node is None else {read.node}
     if not origins:  # a number of rows
         return True
-    found = [ranges.get(n) if isinstance(n, fx.Node) else None for n in origins]
-    return ROW_COUNT in origins or any(f is not None and bool((f[1] >= UNBOUNDED // 2).any()) for f in found)
+    origin_ranges = [ranges.get(n) if isinstance(n, fx.Node) else None for n in origins]
+    return ROW_COUNT in origins or any(f is not None and bool((f[1] >= UNBOUNDED // 2).any()) for f in origin_ranges)
 
 
 def _find_boundary_values(
@@ -288,32 +294,32 @@ def _find_boundary_values(
         return {p for p, n in a[2].items() if n != b[2].get(p) and (n, b[2].get(p)) != (a[0], b[0])}
 
     seen = [o for o in map(outline, known) if o is not None]
-    found = []
+    changing_values = []
     for new in map(outline, values):
         if new is None:
             continue
         alike = [o for o in seen if o[1] == new[1]]
         if not alike or differ(new, alike[0]) - set().union(*[differ(o, alike[0]) for o in alike]):
-            found.append(new[0])
+            changing_values.append(new[0])
             seen.append(new)
-    return found
+    return changing_values
 
 
 def find_buffers(read: HostRead) -> list[str]:
     """Return the names of the buffers that a read depends on; empty if it depends on anything else, too."""
     stack = [read.node] if read.node is not None else [n for n in read.origins if isinstance(n, fx.Node)]
-    found, seen = list[str](), set[fx.Node]()
+    buffer_names, visited = list[str](), set[fx.Node]()
     while stack:
         node = stack.pop()
-        if node in seen:
+        if node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if node.op == "placeholder" or is_random(node) or (is_state(node) and node.meta["kind"] != "buffer"):
             return []
         if is_state(node):
-            found.append(str(node.meta["fqn"]))
+            buffer_names.append(str(node.meta["fqn"]))
         stack += node.all_input_nodes
-    return sorted(found)
+    return sorted(buffer_names)
 
 
 def _find_named_numbers(block: nn.Module) -> list[float]:
@@ -321,12 +327,12 @@ def _find_named_numbers(block: nn.Module) -> list[float]:
 
     These are the numbers in the block's code and attributes, their neighbours, midpoints, and products of two.
     """
-    found = set(trace_closure(collect_code(block)).numbers)
-    found |= {v for v in find_attributes(block).values() if type(v) in (int, float) and math.isfinite(v)}
-    own = sorted(n for n in found if abs(n) < _MAX_NAMED)
-    near = [n + d for d in (0, 1, -1) for n in own]
-    between = [(a + b) / 2 for a, b in itertools.pairwise(own)]
-    products = [a * b for a, b in itertools.combinations([n for n in own if abs(n) > 1], 2)]
+    known_numbers = set(trace_closure(collect_code(block)).numbers)
+    known_numbers |= {v for v in find_attributes(block).values() if type(v) in (int, float) and math.isfinite(v)}
+    named_numbers = sorted(n for n in known_numbers if abs(n) < _MAX_NAMED)
+    near = [n + d for d in (0, 1, -1) for n in named_numbers]
+    between = [(a + b) / 2 for a, b in itertools.pairwise(named_numbers)]
+    products = [a * b for a, b in itertools.combinations([n for n in named_numbers if abs(n) > 1], 2)]
     return [*dict.fromkeys([*near, *between, *products])][:_MAX_NUMBERS]
 
 

@@ -50,8 +50,8 @@ def vary_count_functions(state: ProofState) -> None:
     Raises:
         Refused: other values change the form.
     """
-    for (source, op), what in {**_find_constant_numbers(state), **_find_unclamped_numbers(state)}.items():
-        force_outcome(state, ForcedStep(OutcomeKind.OP, source, what), {(source, op, True): FORCE_VARIED})
+    for (source, op), description in {**_find_constant_numbers(state), **_find_unclamped_numbers(state)}.items():
+        force_outcome(state, ForcedStep(OutcomeKind.OP, source, description), {(source, op, True): FORCE_VARIED})
 
 
 def _find_constant_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
@@ -121,12 +121,12 @@ def _describe_outcome(seen: Any) -> str:
 
 def _find_outcomes(capture: Capture, n: fx.Node, by: fx.Node) -> set[Any]:
     """Return two of a node's values, or the only one. For indices (`argsort`), return up to two of its rows."""
-    found = find_extremes(capture, n)
+    extremes = find_extremes(capture, n)
     if n.meta["val"].dtype is torch.bool:
-        return set(map(bool, found))
+        return set(map(bool, extremes))
     axis = _find_index_axis(n, by)
-    if axis is None or len(found) < 2:
-        return found
+    if axis is None or len(extremes) < 2:
+        return extremes
     rows = capture.concrete_value(n).movedim(axis, -1).flatten(0, -2).unique(dim=0)
     return set(map(tuple, rows[:2].tolist()))
 
@@ -163,9 +163,9 @@ def _is_unbounded(ranges: IntegerRanges, node: fx.Node) -> bool:
 
     def grows(n: fx.Node, are: list[bool]) -> bool:
         val = n.meta.get("val")
-        found = ranges.get(n)
-        if found is not None:
-            return not bool((found[1] < UNBOUNDED // 2).all() and (found[0] > -UNBOUNDED // 2).all())
+        node_range = ranges.get(n)
+        if node_range is not None:
+            return not bool((node_range[1] < UNBOUNDED // 2).all() and (node_range[0] > -UNBOUNDED // 2).all())
         if n.op != "call_function" or not follows_from_integers(n) or not isinstance(val, torch.Tensor):
             return n.op == "call_function" and any(are)
         if not n.all_input_nodes:
@@ -192,7 +192,7 @@ def _find_unclamped_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
                 limit = str((n.args[1:], n.kwargs)) if unclamped else "reached"
                 limits_at.setdefault((n.meta["source"], str(n.target)), set()).add(limit)
     # limits that grow with the sizes are left out
-    fixed = [key for key, found in limits_at.items() if len(found) == 1 and "reached" not in found]
+    fixed = [key for key, limits in limits_at.items() if len(limits) == 1 and "reached" not in limits]
     return dict.fromkeys(fixed, "a number that is cut off for many tokens")
 
 

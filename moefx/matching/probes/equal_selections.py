@@ -120,9 +120,9 @@ def _changes_nothing(n: fx.Node, ranges: IntegerRanges) -> bool:
         return False
     if operands[0].meta["val"].dtype is torch.bool:
         return False
-    if (found := ranges.get(operands[0])) is None or not found[0].numel():
+    if (operand_range := ranges.get(operands[0])) is None or not operand_range[0].numel():
         return False
-    low, high = int(found[0].min()), int(found[1].max())
+    low, high = int(operand_range[0].min()), int(operand_range[1].max())
     if high - low > _MAX_NUMBERS:
         return False
     numbers = torch.arange(low, high + 1, dtype=operands[0].meta["val"].dtype)
@@ -194,12 +194,12 @@ def _can_differ(form: CanonicalForm, site: DecisionSite) -> bool:
     return False
 
 
-def _separate(state: ProofState, site: DecisionSite, force: Any, what: str, captured: Capture) -> None:
+def _separate(state: ProofState, site: DecisionSite, force: Any, description: str, captured: Capture) -> None:
     """Force another outcome of a choice. If that changes the form, read all captures from nodes that tell both apart.
 
     Args:
         force: the intervention.
-        what: the number that is forced, in words for the refusal.
+        description: the number that is forced, in words for the refusal.
 
     Raises:
         Refused: no nodes give all captures one form.
@@ -209,7 +209,7 @@ def _separate(state: ProofState, site: DecisionSite, force: Any, what: str, capt
     form = state.evidence.forms[at]
     capture, sizes = form.capture, form.sizes
     try:
-        step = ForcedStep(OutcomeKind.OP, site[0], what)
+        step = ForcedStep(OutcomeKind.OP, site[0], description)
         force_outcome(state, step, {site: force}, captured, is_safe=False)
     except Refused as refusal:
         interventions: dict[Any, Any] = {**capture.interventions, site: force}

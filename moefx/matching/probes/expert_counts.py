@@ -50,12 +50,14 @@ def vary_expert_counts(state: ProofState) -> None:
     for sizes, expert in itertools.product(_choose_few_sizes(state) if routings else (), experts):
         controls = (Routing("spared", expert, (expert,) * count) for count in _CONTROLS)
         compare, add = state.evidence.require_same_form, state.evidence.add
-        if not any(isinstance(_lift_count(state, expert, one, sizes, compare), CanonicalForm) for one in controls):
+        if not any(
+            isinstance(_lift_count(state, expert, routing, sizes, compare), CanonicalForm) for routing in controls
+        ):
             continue
         for kind, offset, count in routings:
-            found = _lift_count(state, expert, Routing(kind, expert + offset, (expert,) * count), sizes, add)
-            if isinstance(found, MoefxError):
-                raise found
+            result = _lift_count(state, expert, Routing(kind, expert + offset, (expert,) * count), sizes, add)
+            if isinstance(result, MoefxError):
+                raise result
         return
 
 

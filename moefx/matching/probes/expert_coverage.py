@@ -70,7 +70,7 @@ def _choose_by_numbers(state: ProofState, missing: set[int]) -> None:
     first = state.evidence.reference
     if not all(map(depends_on_call, first.expert_index.nodes)):
         return
-    found: set[ExtraValue] = set()
+    choosing_values: set[ExtraValue] = set()
     for node in first.expert_index.nodes:
         ancestors = find_integer_ancestors(node)
         for leaf in (n for n in ancestors if n.op == "placeholder"):
@@ -78,18 +78,18 @@ def _choose_by_numbers(state: ProofState, missing: set[int]) -> None:
             numbers = (
                 _find_choosing_numbers(first.capture, node, leaf, missing) if argument.accepts_other_values else {}
             )
-            found |= {(leaf.meta["position"], n) for n in numbers.values() if argument.can_hold(n)}
+            choosing_values |= {(leaf.meta["position"], n) for n in numbers.values() if argument.can_hold(n)}
             missing = missing - numbers.keys()
         for leaf in (n for n in ancestors if n.op == "get_attr" and not n.meta["val"].is_floating_point()):
-            found |= {(leaf.meta["fqn"], e) for e in missing if can_hold(leaf.meta["val"], e)}
-    arguments = state.arguments.with_extra_values(found)
-    if found and can_run(state, arguments, state.evidence.sizes[0]):
+            choosing_values |= {(leaf.meta["fqn"], e) for e in missing if can_hold(leaf.meta["val"], e)}
+    arguments = state.arguments.with_extra_values(choosing_values)
+    if choosing_values and can_run(state, arguments, state.evidence.sizes[0]):
         state.remake_evidence(arguments)
 
 
 def _find_choosing_numbers(captured: Capture, node: fx.Node, leaf: fx.Node, experts: set[int]) -> dict[int, int]:
     """Return, by expert, the least number of an argument below `_MAX_NUMBERS` that chooses the expert."""
-    value, found = leaf.meta["val"], dict[int, int]()
+    value, number_by_expert = leaf.meta["val"], dict[int, int]()
     path = find_path(leaf, find_integer_ancestors(node))
     for start in range(0, _MAX_NUMBERS if value.numel() else 0, max(1, value.numel())):
         tried = (torch.arange(value.numel()) + start).to(value.dtype)
@@ -99,11 +99,11 @@ def _find_choosing_numbers(captured: Capture, node: fx.Node, leaf: fx.Node, expe
             if not is_program_error(error):
                 raise
             break
-        for e in experts - found.keys():
+        for e in experts - number_by_expert.keys():
             hits = (chosen == e).any(1).nonzero()
             if len(hits):
-                found[e] = int(tried[hits[0, 0]])
-    return found
+                number_by_expert[e] = int(tried[hits[0, 0]])
+    return number_by_expert
 
 
 def _find_zero_experts(state: ProofState) -> set[int]:
@@ -112,9 +112,9 @@ def _find_zero_experts(state: ProofState) -> set[int]:
     They must be chosen too often for chance, both in slots and in captures. Masks, a capacity, or a buffer that allows
     some experts only may drop the slots of an expert that works.
     """
-    chosen = [(one, one.ids.flatten().tolist()) for one in state.evidence.forms]
-    slots = [seen for one, ids in chosen for seen in zip(ids, one.kept_slots.flatten().tolist(), strict=True)]
-    captures = [(e, bool(one.kept_slots[one.ids == e].any())) for one, ids in chosen for e in set(ids)]
+    chosen = [(form, form.ids.flatten().tolist()) for form in state.evidence.forms]
+    slots = [seen for form, ids in chosen for seen in zip(ids, form.kept_slots.flatten().tolist(), strict=True)]
+    captures = [(e, bool(form.kept_slots[form.ids == e].any())) for form, ids in chosen for e in set(ids)]
     by_slots, by_captures = _find_never_true(slots), _find_never_true(captures)
     return {e for e, n in Counter(e for e, _ in captures).items() if e in by_slots & by_captures and n > 1}
 

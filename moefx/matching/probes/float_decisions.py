@@ -47,7 +47,7 @@ class _Decision:
     """
 
     source: Source
-    what: str
+    description: str
     made_of: set[DecisionSite] = dataclasses.field(default_factory=set)  # to force
     forms: list[CanonicalForm] = dataclasses.field(default_factory=list)
     outcomes_by_group: list[set[int]] = dataclasses.field(default_factory=list)
@@ -63,8 +63,8 @@ def mix_decisions(state: ProofState) -> None:
     doubtful = [d for d in _find_decisions(state) if any(len(values) == 1 for values in d.outcomes_by_group)]
     by_nodes = {frozenset(d.made_of): d for d in reversed(doubtful)}  # the first iteration of each loop
     for sites, decision in reversed(by_nodes.items()):
-        _force_each(state, decision.source, sites, decision.what, decision.forms)
-    comparisons = [d for d in doubtful if d.what == _COMPARISON]
+        _force_each(state, decision.source, sites, decision.description, decision.forms)
+    comparisons = [d for d in doubtful if d.description == _COMPARISON]
     if len(comparisons) > 1:  # one may matter only together with another
         all_sites = frozenset().union(*[d.made_of for d in comparisons])
         _force_each(state, comparisons[0].source, all_sites, _TOGETHER, comparisons[0].forms[:1])
@@ -72,7 +72,7 @@ def mix_decisions(state: ProofState) -> None:
 
 def _find_decisions(state: ProofState) -> list[_Decision]:
     """Return the decisions that no capture forced, one per op and call stack."""
-    found: dict[tuple[Any, str, str], _Decision] = {}
+    decisions: dict[tuple[Any, str, str], _Decision] = {}
     for form in state.evidence.forms:
         for n in form.capture.nodes:
             made_of = find_float_decisions(n)
@@ -83,8 +83,8 @@ def _find_decisions(state: ProofState) -> list[_Decision]:
             decided = n if is_boolean else made_of[0]
             compared = str([_name_operand(a) for a in decided.args] if is_boolean else [])
             site = (decided.meta.get("calls") or decided.meta["source"], str(decided.target), compared)
-            what = _COMPARISON if is_boolean else _INTEGER
-            decision = found.setdefault(site, _Decision(decided.meta["source"], what))
+            description = _COMPARISON if is_boolean else _INTEGER
+            decision = decisions.setdefault(site, _Decision(decided.meta["source"], description))
             decision.made_of |= sites
             decision.forms.append(form)
             outcomes_by_group = [
@@ -94,14 +94,14 @@ def _find_decisions(state: ProofState) -> list[_Decision]:
                 # the last positions of a long order do not occur in every capture
                 known = decision.outcomes_by_group or outcomes_by_group
                 decision.outcomes_by_group = [a | b for a, b in zip(known, outcomes_by_group, strict=False)]
-    return list(found.values())
+    return list(decisions.values())
 
 
 def _force_each(
-    state: ProofState, source: Source, sites: frozenset[DecisionSite], what: str, forms: list[CanonicalForm]
+    state: ProofState, source: Source, sites: frozenset[DecisionSite], description: str, forms: list[CanonicalForm]
 ) -> None:
     """Force mixed outcomes in one capture of each kind of routing, once."""
-    step = ForcedStep(OutcomeKind.OP, source, what)
+    step = ForcedStep(OutcomeKind.OP, source, description)
     for captured in choose_captures(forms):
         if not state.evidence.is_settled((sites, captured.graph)):
             force_outcome(state, step, dict.fromkeys(sites, FORCE_MIXED), captured, is_safe=False)

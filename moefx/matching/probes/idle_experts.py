@@ -117,7 +117,7 @@ class _Run(NamedTuple):
         return None
 
     def tests_emptiness(self, idle: int, busy: int) -> bool:
-        """Whether, as entries become `busy` one by one, only the first or the last of them changes the outcome."""
+        """Return whether only the first or the last entry changes the outcome, as entries become `busy` one by one."""
         value = torch.full_like(self.leaf.meta["val"], idle)
         outcomes = []
         for i in range(value.numel() + 1):

@@ -79,7 +79,7 @@ class Observation:
 
 def observe_integers(capture: Capture) -> dict[OpRun, Observation]:
     """Return the results of the operations on integers of a call, by runs of the ops."""
-    found: dict[OpRun, Observation] = {}
+    observations: dict[OpRun, Observation] = {}
     counts = Counter[Any]()
     ranges: list[IntegerRanges] = []
     for n in filter(_depends_on_call_integers, capture.nodes):
@@ -100,17 +100,17 @@ def observe_integers(capture: Capture) -> dict[OpRun, Observation]:
         if is_one_way and not ranges:
             ranges.append(IntegerRanges(capture.nodes, of_call=True))
         if not is_one_way or not _is_decided(ranges[0], n):
-            found[(*site, counts[site])] = observation
-    for (*site, _), observation in found.items():
+            observations[(*site, counts[site])] = observation
+    for (*site, _), observation in observations.items():
         observation.num_runs = counts[tuple(site)]
-    return found
+    return observations
 
 
 def _is_decided(ranges: IntegerRanges, n: fx.Node) -> bool:
     """Return whether a node has this outcome for all inputs: `(ids % 4).clamp(max=3)` never clamps."""
-    found = ranges.get(n)
+    node_range = ranges.get(n)
     bounds = [ranges.get(a) for a in find_operands(n)] if get_op_name(n) in CLAMPS else []
-    return ranges.is_decided(n) or any(found and r and all(map(are_equal, found, r)) for r in bounds)
+    return ranges.is_decided(n) or any(node_range and r and all(map(are_equal, node_range, r)) for r in bounds)
 
 
 def _can_saturate(n: fx.Node) -> bool:
@@ -149,9 +149,11 @@ def vary_integer_inputs(state: ProofState) -> None:
     observed: list[dict[OpRun, Observation]] = []  # by capture
     settled: set[OpRun] = set()
     extra = [*(t.extra_values for t in state.arguments.tensors), *state.arguments.extra_buffer_values.values()]
-    more = range(_FIRST_BOUNDARY_SEED, _FIRST_BOUNDARY_SEED + max(map(len, extra), default=0) + 1) if any(extra) else ()
+    extra_seeds = (
+        range(_FIRST_BOUNDARY_SEED, _FIRST_BOUNDARY_SEED + max(map(len, extra), default=0) + 1) if any(extra) else ()
+    )
     few_tokens = iter(_FEW_TOKENS_SEEDS)
-    seeds = iter((*(BUFFER_SEEDS if has_integers(state.block) else ()), *more))
+    seeds = iter((*(BUFFER_SEEDS if has_integers(state.block) else ()), *extra_seeds))
     while True:
         observed += [observe_integers(form.capture) for form in state.evidence.forms[len(observed) :]]
         run = next((p for p in _find_doubtful_runs(observed) if p not in settled), None)
@@ -200,11 +202,13 @@ def _find_doubtful_runs(observed: list[dict[OpRun, Observation]]) -> list[OpRun]
     num_runs: dict[Any, set[int]] = {}
     for run, observation in all_pairs:
         num_runs.setdefault(run[:2], set()).add(observation.num_runs)
-    found: dict[Any, list[tuple[OpRun, Observation]]] = {}
+    pairs_by_key: dict[Any, list[tuple[OpRun, Observation]]] = {}
     for run, observation in all_pairs:
         key = run if len(num_runs[run[:2]]) == 1 else run[:2]
-        found.setdefault(key, []).append((run, observation))
-    merged = [(pairs[0][0], functools.reduce(operator.or_, [seen for _, seen in pairs])) for pairs in found.values()]
+        pairs_by_key.setdefault(key, []).append((run, observation))
+    merged = [
+        (pairs[0][0], functools.reduce(operator.or_, [seen for _, seen in pairs])) for pairs in pairs_by_key.values()
+    ]
     return [run for run, observation in merged if observation.is_doubtful]
 
 
@@ -215,10 +219,10 @@ def _force_other_value(state: ProofState, node: fx.Node, index: int) -> None:
         Refused: the form, the lines that values are read from, or the kept slots change.
     """
     source, base = node.meta["source"], state.evidence.forms[index]
-    what = "a comparison" if node.meta["val"].dtype is torch.bool else f"a number made by {get_op_name(node)}"
+    description = "a comparison" if node.meta["val"].dtype is torch.bool else f"a number made by {get_op_name(node)}"
     refusal = Refused(
-        f"the experts depend on {what} of given integers or buffers, which had the same outcome for all values that "
-        f"were tried: {source.text}",
+        f"the experts depend on {description} of given integers or buffers, which had the same outcome for all values "
+        f"that were tried: {source.text}",
         source=str(source),
         remedy="pass example_inputs with which both outcomes occur, or set the buffers so",
     )

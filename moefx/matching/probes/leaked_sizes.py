@@ -18,7 +18,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch.utils._pytree as pytree
 
@@ -40,6 +40,18 @@ _MARGIN = 0.85  # for tokens outside the crowd
 _SEQUENCES = (2, 3, 6, 10)  # numbers of sequences to choose one from
 _FEW, _MAX_NAMED = 8, 8
 _ROUND_SIZES = (64, 100, 128, 210)  # powers, a square, and multiples of the first primes
+
+
+class Difference(NamedTuple):
+    """Whether a capture differs from the common behaviour of all captures.
+
+    Attributes:
+        lines: other lines run, or the form is another one.
+        numbers: a number differs that is equal in all captures.
+    """
+
+    lines: bool
+    numbers: bool
 
 
 class _CommonBehaviour:
@@ -66,56 +78,59 @@ class _CommonBehaviour:
             self.crowds["concentrated"] = 1.0
         # comparisons that had both outcomes exclude no size
         self.guards = [g for g in state.evidence.seen_guards() if all(g.holds(sizes) for sizes in state.evidence.sizes)]
-        self.answers: dict[tuple[RoutingKind, int], tuple[bool, bool]] = {}
+        self.differences: dict[tuple[RoutingKind, int], Difference] = {}
 
-    def has_moved(self, captured: Capture) -> bool:
+    def has_changed_numbers(self, captured: Capture) -> bool:
+        """Return whether a number of a capture differs that is equal in all captures."""
         there = _collect_numbers(captured)  # one iteration of a loop may have another number
         return any(v != self.same[at] for at, v in there.items() if at in self.same)
 
-    def differs(self, tokens: int) -> tuple[bool, bool]:
-        """Return whether other lines run under some routing, and whether numbers differ.
+    def differs(self, tokens: int) -> Difference:
+        """Return whether lines, and whether numbers differ under some kind of routing.
 
         Raises:
             CaptureError: the capture is too long, as with a loop over the tokens.
         """
-        lines, moved = zip(*[self.differs_in(kind, tokens) for kind in self.crowds], strict=True)
-        return any(lines), any(moved)
+        lines, numbers = zip(*[self.differs_in(kind, tokens) for kind in self.crowds], strict=True)
+        return Difference(any(lines), any(numbers))
 
-    def find_first(self, which: int, low: int, high: int) -> int:
-        """Return the least number of tokens at which lines (`which` 0) or numbers (1) differ.
+    def find_first(self, aspect: Literal["lines", "numbers"], low: int, high: int) -> int:
+        """Return the least number of tokens at which the lines or the numbers differ.
 
         If the routing decides, return a bound below which no expert gets enough tokens for the difference.
         """
-        found: dict[RoutingKind, int] = {}
+        first_by_routing: dict[RoutingKind, int] = {}
         for kind in self.crowds:
-            if not self.differs_in(kind, high)[which]:
+            if not getattr(self.differs_in(kind, high), aspect):
                 continue
             # captures of `low` tokens may have taken another branch than the crowd
-            start = low if not self.differs_in(kind, low)[which] else 1
-            found[kind] = _bisect_first(lambda n, k=kind: self.differs_in(k, n)[which], start, high)
+            start = low if not getattr(self.differs_in(kind, low), aspect) else 1
+            first_by_routing[kind] = _bisect_first(
+                lambda n, k=kind: getattr(self.differs_in(k, n), aspect), start, high
+            )
         if not self.leaked_routing:
-            return min(found.values())
-        return max(1, int(min(n * self.crowds[kind] * _MARGIN for kind, n in found.items())))
+            return min(first_by_routing.values())
+        return max(1, int(min(n * self.crowds[kind] * _MARGIN for kind, n in first_by_routing.items())))
 
-    def differs_in(self, kind: RoutingKind, tokens: int) -> tuple[bool, bool]:
+    def differs_in(self, kind: RoutingKind, tokens: int) -> Difference:
         """Return the result of `differs` for one kind of routing, cached.
 
         A new `functools.cache` would make captures look for it among all objects of the process (see
         `capture.filled_caches`).
         """
-        if (kind, tokens) not in self.answers:
-            self.answers[kind, tokens] = self._differs_in(kind, tokens)
-        return self.answers[kind, tokens]
+        if (kind, tokens) not in self.differences:
+            self.differences[kind, tokens] = self._differs_in(kind, tokens)
+        return self.differences[kind, tokens]
 
-    def _differs_in(self, kind: RoutingKind, tokens: int) -> tuple[bool, bool]:
+    def _differs_in(self, kind: RoutingKind, tokens: int) -> Difference:
         sizes = self.state.size_choice.choose_sequence(tokens)
         if not all(g.holds(sizes) for g in self.guards):
-            return False, False
+            return Difference(lines=False, numbers=False)
         captured = self.state.capture(Routing(kind, 8), sizes, max_nodes=self.max_nodes)
         are_same = self.common_lines <= _collect_lines(captured) <= self.all_lines and not (
             self.leaked_routing and self._has_other_form(captured)
         )
-        return not are_same, self.has_moved(captured)
+        return Difference(not are_same, self.has_changed_numbers(captured))
 
     def _has_other_form(self, captured: Capture) -> bool:
         """Return whether a capture has another form, or drops slots while no other capture does.
@@ -138,13 +153,13 @@ def vary_leaked_sizes(state: ProofState) -> None:
     leaked_routing = any(form.capture.sizes.leaked_routing for form in state.evidence.forms)
     if not leaked_routing and not _has_leaks(state) and not _changes_later(state):
         return
-    usual, moved = _CommonBehaviour(state), False
+    behaviour, numbers_changed = _CommonBehaviour(state), False
     # the tokens of one sequence: a number equal for 5 sequences of 19 may differ for one of 40
     arguments = state.arguments
     last_axis = [sizes[arguments.dims[-1]] for sizes in state.evidence.sizes] if arguments.dims else []
     below = max(last_axis) * arguments.tokens_per_unit if last_axis else 1
 
-    def only_below(high: int) -> SizeGuard:
+    def guard_below(high: int) -> SizeGuard:
         return SizeGuard(arguments.tokens, "lt", str(high), True)
 
     proven = max(math.prod(form.tokens) for form in state.evidence.forms)
@@ -153,22 +168,22 @@ def vary_leaked_sizes(state: ProofState) -> None:
         if tokens <= below:
             continue
         if tokens > longest:
-            state.add_guard(only_below(max(below, proven) + 1))
+            state.add_guard(guard_below(max(below, proven) + 1))
             return
         try:
-            other_lines, other_numbers = usual.differs(tokens)
+            other_lines, other_numbers = behaviour.differs(tokens)
         except CaptureError:  # too long: a loop over the tokens
-            state.add_guard(only_below(max(below, proven) + 1))
+            state.add_guard(guard_below(max(below, proven) + 1))
             return
         if other_lines:
-            state.add_guard(only_below(usual.find_first(0, below, tokens)))
+            state.add_guard(guard_below(behaviour.find_first("lines", below, tokens)))
             return
-        if other_numbers and not moved:
-            first = usual.find_first(1, below, tokens)
-            if not _confirm_at(state, first, only_below(first), usual.has_moved):
-                state.add_guard(only_below(first))
+        if other_numbers and not numbers_changed:
+            first = behaviour.find_first("numbers", below, tokens)
+            if not _confirm_at(state, first, guard_below(first), behaviour.has_changed_numbers):
+                state.add_guard(guard_below(first))
                 return
-            moved = True
+            numbers_changed = True
         below = tokens
 
 
@@ -180,21 +195,21 @@ def try_round_sizes(state: ProofState) -> None:
     """
     if not _has_leaks(state) or not state.arguments.dims:
         return
-    usual = _CommonBehaviour(state)
+    behaviour = _CommonBehaviour(state)
     named = [
         n for n in trace_closure(collect_code(state.block)).numbers if type(n) is int and _FEW < n <= MAX_CROWD_TOKENS
     ]
     sizes = sorted({*_ROUND_SIZES, *sorted(named)[:_MAX_NAMED]})
     for n in itertools.takewhile(lambda n: n < max_capture_tokens(state.evidence.forms, times=4), sizes):
         try:
-            if not any(own := usual.differs(n)):
+            if not any(difference := behaviour.differs(n)):
                 continue
             beside = [_find_next(state, n, step) for step in (-1, 1)]
-            before, after = map(usual.differs, beside)
+            before, after = map(behaviour.differs, beside)
         except CaptureError:  # too long: a loop over the tokens
             state.add_guard(SizeGuard(state.arguments.tokens, "lt", str(n), True))
             return
-        if any(at and not (low or high) for at, low, high in zip(own, before, after, strict=True)):
+        if any(at and not (low or high) for at, low, high in zip(difference, before, after, strict=True)):
             leaks = sorted(set().union(*[form.capture.sizes.leaks for form in state.evidence.forms]))
             raise Refused(
                 f"the block computes something different for {n} tokens than for {beside[0]} or {beside[1]}, by sizes "
@@ -241,7 +256,9 @@ def _changes_later(state: ProofState) -> bool:
     return False
 
 
-def _confirm_at(state: ProofState, tokens: int, below: SizeGuard, has_moved: Callable[[Capture], bool]) -> bool:
+def _confirm_at(
+    state: ProofState, tokens: int, below: SizeGuard, has_changed_numbers: Callable[[Capture], bool]
+) -> bool:
     """Add a capture of sequences of at least `tokens` tokens, at which a number has changed.
 
     Returns:
@@ -258,7 +275,7 @@ def _confirm_at(state: ProofState, tokens: int, below: SizeGuard, has_moved: Cal
         return False
     try:
         form = state.capture_and_lift(Routing("diverse", 8), sizes)
-        if not has_moved(form.capture):
+        if not has_changed_numbers(form.capture):
             return False  # the number has changed back
         state.evidence.add(form, optional=below)
     except Refused:

@@ -125,16 +125,16 @@ def _force_all_large(state: ProofState, ordered: list[_Comparison], bases: list[
 
 def _find_comparisons(state: ProofState) -> dict[_Calls, _Comparison]:
     """Return comparisons of numbers that grow with the tokens, one per call site, except tests for zero tokens."""
-    found: dict[_Calls, _Comparison] = {}
+    comparisons: dict[_Calls, _Comparison] = {}
     for form in state.evidence.forms:
         for read in form.capture.reads:
             op, other = (compared := _read_comparison(read)) or ("", None)
-            if compared is None or read.call_stack in found or op not in TWO_SIDED:
+            if compared is None or read.call_stack in comparisons or op not in TWO_SIDED:
                 continue
             tests_emptiness = is_emptiness_test(op, other) and not read.origins  # not `n - 9 > 0`
             if not tests_emptiness and _compares_load(form.capture, read):
-                found[read.call_stack] = _Comparison(read, op, other)
-    return found
+                comparisons[read.call_stack] = _Comparison(read, op, other)
+    return comparisons
 
 
 def _read_comparison(read: HostRead) -> tuple[str, Any] | None:
@@ -172,9 +172,9 @@ def _compares_load(capture: Capture, read: HostRead) -> bool:
         compared.meta["val"].shape
     ):  # a number for each token, such as its position
         return False
-    if (found := ranges.get(compared)) is None:
+    if (compared_range := ranges.get(compared)) is None:
         return get_op_name(compared) in ("sum", "count_nonzero") and is_made_of_rows(compared)  # not ids of experts
-    return bool((found[1] >= UNBOUNDED // 2).any())
+    return bool((compared_range[1] >= UNBOUNDED // 2).any())
 
 
 def _list_routings(state: ProofState) -> list[Routing]:
@@ -194,15 +194,15 @@ def _list_routings(state: ProofState) -> list[Routing]:
 
 def _find_sides(state: ProofState) -> list[_Side]:
     """Return the sides of comparisons of sizes that captures of several tokens took, those of most tokens first."""
-    found: dict[tuple[bool, ...], _Side] = {}
+    sides: dict[tuple[bool, ...], _Side] = {}
     for form in state.evidence.forms:
         sizes, tokens = form.sizes, math.prod(form.tokens)
         outcomes = _compare_sizes(state, sizes)
-        known = found.get(outcomes)
+        known = sides.get(outcomes)
         best = -1 if known is None else _rank_tokens(math.prod(known.sizes.values()))
         if tokens > 1 and _rank_tokens(math.prod(sizes.values())) > best:
-            found[outcomes] = _Side(outcomes, sizes, form.optional_guard)
-    return sorted(found.values(), key=lambda side: -math.prod(side.sizes.values()))[:_MAX_SIDES]
+            sides[outcomes] = _Side(outcomes, sizes, form.optional_guard)
+    return sorted(sides.values(), key=lambda side: -math.prod(side.sizes.values()))[:_MAX_SIDES]
 
 
 def _rank_tokens(tokens: int) -> float:
@@ -213,7 +213,9 @@ def _rank_tokens(tokens: int) -> float:
 def _compare_sizes(state: ProofState, sizes: dict[str, int]) -> tuple[bool, ...]:
     """Return the outcomes at `sizes` of the comparisons of sizes that had both outcomes among the captures."""
     guards = dict.fromkeys(state.evidence.seen_guards())
-    return tuple(g.holds(sizes) for g in guards if len({g.holds(one) for one in state.evidence.sizes}) == 2)
+    return tuple(
+        g.holds(sizes) for g in guards if len({g.holds(captured_sizes) for captured_sizes in state.evidence.sizes}) == 2
+    )
 
 
 def _find_outcomes(state: ProofState, side: _Side | None) -> dict[_Calls, set[Any]]:

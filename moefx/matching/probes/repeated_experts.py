@@ -114,7 +114,7 @@ def _find_makers(form: CanonicalForm, experts: set[int]) -> list[tuple[fx.Node, 
         Each node with the flat indices of every token's choices in its value: int64 [T, K], or [T, 1] if each slot has
         a node of its own.
     """
-    found = []
+    makers = []
     refs = form.expert_index.columns or (form.expert_index,)
     for ref in refs:
         moves: list[fx.Node] = []
@@ -133,8 +133,8 @@ def _find_makers(form: CanonicalForm, experts: set[int]) -> list[tuple[fx.Node, 
         for n in reversed(moves):
             if get_op_name(n) != "_to_copy":
                 indices = n.target(indices, *n.args[1:], **n.kwargs)  # type: ignore[operator]
-        found.append((node, view_as_slots(indices, form.tokens, ref.axes)))
-    return sorted(found, key=lambda made: made[0].meta["index"])
+        makers.append((node, view_as_slots(indices, form.tokens, ref.axes)))
+    return sorted(makers, key=lambda made: made[0].meta["index"])
 
 
 def _find_unshifted(node: fx.Node) -> fx.Node | None:
@@ -147,12 +147,12 @@ def _find_unshifted(node: fx.Node) -> fx.Node | None:
 def _find_unfilled(node: fx.Node, capture: Capture, experts: set[int]) -> fx.Node | None:
     """Return the choices before an op that replaces some of them by a number of no expert; None for other ops."""
     if get_op_name(node) == "masked_fill":
-        ways = [(node.args[0], node.args[2])]
+        operand_pairs = [(node.args[0], node.args[2])]
     elif get_op_name(node) == "where" and len(node.args) == 3:
-        ways = [(node.args[1], node.args[2]), (node.args[2], node.args[1])]
+        operand_pairs = [(node.args[1], node.args[2]), (node.args[2], node.args[1])]
     else:
         return None
-    for choices, put in ways:
+    for choices, put in operand_pairs:
         if isinstance(choices, fx.Node) and choices.meta["val"].shape == node.meta["val"].shape:
             number = capture.concrete_value(put) if isinstance(put, fx.Node) else torch.tensor(put)
             if number.numel() == 1 and int(number) not in experts:
@@ -213,12 +213,12 @@ def _repeat_earlier(pairs: list[tuple[int, int | None]]) -> _Change:
     """Build the change that lets tokens repeat an expert, with different tokens for each pair of slots."""
 
     def change(chosen: list[torch.Tensor]) -> torch.Tensor:
-        found, slot = chosen[-1].clone(), len(chosen) - 1
+        changed, slot = chosen[-1].clone(), len(chosen) - 1
         for i, (first, again) in enumerate(pairs):
             if slot == again or (again is None and slot):
-                at = _is_changed_token(torch.arange(len(found)), i, pairs)
-                found[at] = chosen[first][at].to(found.dtype)
-        return found
+                at = _is_changed_token(torch.arange(len(changed)), i, pairs)
+                changed[at] = chosen[first][at].to(changed.dtype)
+        return changed
 
     return change
 
@@ -226,5 +226,5 @@ def _repeat_earlier(pairs: list[tuple[int, int | None]]) -> _Change:
 def _choose_no_expert(chosen: list[torch.Tensor]) -> torch.Tensor:
     """Replace the first slot's choice by -1 in one token of `_TOKENS_PER_CHANGE`."""
 
-    which = (torch.arange(len(chosen[-1])) % _TOKENS_PER_CHANGE == 1) & (len(chosen) == 1)
-    return torch.where(which, -1, chosen[-1])
+    is_changed = (torch.arange(len(chosen[-1])) % _TOKENS_PER_CHANGE == 1) & (len(chosen) == 1)
+    return torch.where(is_changed, -1, chosen[-1])

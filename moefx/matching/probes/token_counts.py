@@ -46,11 +46,11 @@ def vary_token_counts(state: ProofState) -> None:
     Raises:
         Refused: a few tokens have another form, or many do and no comparison of sizes tells them apart.
     """
-    one = state.arguments.choose_sequence(1)
+    one_token = state.arguments.choose_sequence(1)
     many = state.arguments.choose_sizes(3 * state.size_choice.first_tokens, 2)
     _vary_few_token_counts(state)
-    if state.size_choice.satisfies_restrictions(one):
-        _vary_one_token(state, one)
+    if state.size_choice.satisfies_restrictions(one_token):
+        _vary_one_token(state, one_token)
     if state.max_experts <= _MAX_EXPERTS and state.size_choice.satisfies_restrictions(many):
         _vary_many_tokens(state, many)
 
@@ -120,13 +120,13 @@ def _try_add(
     state: ProofState, routing: Routing, sizes: dict[str, int], optional: SizeGuard | None
 ) -> CanonicalForm | Exception:
     """Add the form of a capture, and return it, or the reason why there is none that agrees with the others."""
-    found = _try_lift(state, routing, sizes)
-    if isinstance(found, CanonicalForm):
+    result = _try_lift(state, routing, sizes)
+    if isinstance(result, CanonicalForm):
         try:
-            return state.evidence.add(found, optional)
+            return state.evidence.add(result, optional)
         except Refused as refusal:
             return refusal
-    return found
+    return result
 
 
 def _vary_few_tokens(state: ProofState, sizes: dict[str, int]) -> None:
@@ -170,12 +170,12 @@ def _lift_first_routed(
     state: ProofState, kind: RoutingKind, seed: int, sizes: dict[str, int]
 ) -> CanonicalForm | Exception:
     """Lift the first of several captures in which an expert runs: a few tokens may all be masked."""
-    found: CanonicalForm | Exception = Refused("no routing was tried")
+    result: CanonicalForm | Exception = Refused("no routing was tried")
     for n in range(_MAX_TRIALS if state.size_choice.is_as_captured(sizes) else _MAX_TRIALS_ELSEWHERE):
-        found = _try_lift(state, Routing(kind, seed + n * state.num_experts), sizes)
-        if not isinstance(found, NothingRouted):
+        result = _try_lift(state, Routing(kind, seed + n * state.num_experts), sizes)
+        if not isinstance(result, NothingRouted):
             break
-    return found
+    return result
 
 
 def _try_lift(state: ProofState, routing: Routing, sizes: dict[str, int]) -> CanonicalForm | Exception:

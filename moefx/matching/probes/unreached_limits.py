@@ -74,7 +74,10 @@ def _find_lowest_unreached(state: ProofState) -> int | None:
             unreached |= limits
             continue
         # a capacity that grows with the tokens and has room for all of them is never exceeded
-        pairs = [(own.get(site), count) for own, count in zip(limits_by_capture, highest_counts, strict=True)]
+        pairs = [
+            (capture_limits.get(site), count)
+            for capture_limits, count in zip(limits_by_capture, highest_counts, strict=True)
+        ]
         if too_small := {limit for limit, count in pairs if limit and limit < count}:
             unreached |= too_small | limits & {UNKNOWN}
     lowest = min(unreached, default=None)
@@ -275,14 +278,18 @@ def _read_number(x: Any) -> int | None:
 
 def _is_below(ranges: IntegerRanges, rows: fx.Node, limit: int) -> bool:
     """Return whether the values are below the limit under every routing, such as ids of experts."""
-    found = ranges.get(rows)
-    return found is not None and bool((found[1] < limit).all())
+    row_range = ranges.get(rows)
+    return row_range is not None and bool((row_range[1] < limit).all())
 
 
 def _is_highest(capture: Capture, ranges: IntegerRanges, rows: fx.Node, limit: int) -> bool:
     """Return whether a value equals the limit and none can be larger, such as `ids.max()`: no token exceeds it."""
-    found = ranges.get(rows)
-    return found is not None and bool((found[1] <= limit).all()) and bool((capture.concrete_value(rows) == limit).any())
+    row_range = ranges.get(rows)
+    return (
+        row_range is not None
+        and bool((row_range[1] <= limit).all())
+        and bool((capture.concrete_value(rows) == limit).any())
+    )
 
 
 def _find_narrow_limit(capture: Capture, n: fx.Node) -> int | None:
@@ -323,9 +330,9 @@ def _find_exact_limit(capture: Capture, n: fx.Node) -> int | None:
 
 def _is_bounded(ranges: IntegerRanges, n: fx.Node, limit: int = UNBOUNDED // 2) -> bool:
     """Return whether absolute values are below the limit for any number of tokens, also for floats of integers."""
-    found = ranges.get(n)
-    if found is not None:
-        return bool((found[1] < limit).all()) and bool((found[0] > -limit).all())
+    node_range = ranges.get(n)
+    if node_range is not None:
+        return bool((node_range[1] < limit).all()) and bool((node_range[0] > -limit).all())
     is_same = get_op_name(n) in AXIS_MOVES and n.all_input_nodes
     return bool(is_same) and _is_bounded(ranges, n.all_input_nodes[0], limit)
 

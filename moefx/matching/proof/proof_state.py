@@ -214,7 +214,9 @@ class ProofState:
         except Refused:
             if form.kept_slots.all():
                 raise
-            self.evidence.replace_forms([self.relift(one, form, form) for one in self.evidence.forms])
+            self.evidence.replace_forms(
+                [self.relift(captured_form, form, form) for captured_form in self.evidence.forms]
+            )
             return form
 
     def align_evidence(self, start: int = 1) -> None:
@@ -240,8 +242,10 @@ class ProofState:
         """
         if have_same_lines(find_value_lines(form), find_value_lines(self.evidence.reference)):
             return
-        relifted = [self.relift(one, form, form) for one in self.evidence.forms]
-        if not all(have_same_lines(find_value_lines(one), find_value_lines(form)) for one in relifted):
+        relifted = [self.relift(captured_form, form, form) for captured_form in self.evidence.forms]
+        if not all(
+            have_same_lines(find_value_lines(captured_form), find_value_lines(form)) for captured_form in relifted
+        ):
             raise Refused(
                 "the node that supplies a slot's routing weight depends on the routing",
                 source=str(form.cut.meta["source"]),
@@ -291,7 +295,9 @@ class ProofState:
         self._arguments = arguments
         routings = [form.capture.routing.restart() for form in self.evidence.forms]
         sizes = self.evidence.sizes
-        self.evidence.replace_forms([self.capture_and_lift(*each) for each in zip(routings, sizes, strict=True)])
+        self.evidence.replace_forms(
+            [self.capture_and_lift(*capture_args) for capture_args in zip(routings, sizes, strict=True)]
+        )
 
 
 __all__ = ["LiftOptions", "ProofState"]

@@ -40,15 +40,17 @@ class SizeChoice:
         """
         arguments, restrictions = self._state.arguments, self._state.size_restrictions
         sizes = arguments.choose_sizes(tokens, variant)
-        known = {math.prod(one.values()) for one in self._state.evidence.sizes}
+        known = {math.prod(captured_sizes.values()) for captured_sizes in self._state.evidence.sizes}
         if not restrictions or (self.satisfies_restrictions(sizes) and math.prod(sizes.values()) not in known):
             return sizes
         is_first = variant < _FIRST_VARIANTS
         # the first three differ, if they are chosen for the same number of tokens
-        if found := find_sizes(arguments, restrictions, self.first_tokens if is_first else tokens):
-            sizes = found[variant % (_FIRST_VARIANTS if is_first else len(found))]
+        if fitting_sizes := find_sizes(arguments, restrictions, self.first_tokens if is_first else tokens):
+            sizes = fitting_sizes[variant % (_FIRST_VARIANTS if is_first else len(fitting_sizes))]
             if is_first and math.prod(sizes.values()) in known:  # 7 * 11 and 11 * 7: numbers computed from 77 are equal
-                return next((one for one in found if math.prod(one.values()) not in known), sizes)
+                return next(
+                    (candidate for candidate in fitting_sizes if math.prod(candidate.values()) not in known), sizes
+                )
             return sizes
         for n in (tokens, *(tokens * 2**i for i in range(1, 7)), *(tokens >> i for i in range(1, 5))):
             sizes = arguments.choose_sizes(n, variant)
@@ -68,8 +70,8 @@ class SizeChoice:
         """
         key = tokens, len(self._state.evidence.forms)
         if key not in self._sequences:
-            one = [*map(self._state.arguments.choose_sequence, _SEQUENCE_LENGTHS)]
-            guards = [g for g in self._consistent_guards() if not any(g.holds(sizes) for sizes in one)]
+            single_sequences = [*map(self._state.arguments.choose_sequence, _SEQUENCE_LENGTHS)]
+            guards = [g for g in self._consistent_guards() if not any(g.holds(sizes) for sizes in single_sequences)]
             self._sequences[key] = find_sequence(
                 self._state.arguments, (*self._state.size_restrictions, *guards), tokens
             )

@@ -37,7 +37,7 @@ def find_conditions(nodes: list[fx.Node]) -> set[fx.Node]:
 
     Excluded are comparisons on which anything else depends, such as the selected rows or their number.
     """
-    found: set[fx.Node] = set()
+    conditions: set[fx.Node] = set()
     for n in nodes:
         val = n.meta.get("val")
         if n.op != "call_function" or not isinstance(val, torch.Tensor):
@@ -47,12 +47,12 @@ def find_conditions(nodes: list[fx.Node]) -> set[fx.Node]:
         is_comparison = val.dtype is torch.bool and any(is_abstract(a) for a in n.all_input_nodes)
         # terms have no integer arithmetic
         is_function = follows_from_integers(n) and (val.dtype is torch.bool or val.is_floating_point())
-        if is_comparison or (is_function and not found.isdisjoint(n.all_input_nodes)):
-            found.add(n)
+        if is_comparison or (is_function and not conditions.isdisjoint(n.all_input_nodes)):
+            conditions.add(n)
     for n in reversed(nodes):
-        if n in found and any(follows_from_integers(user) and user not in found for user in n.users):
-            found.remove(n)
-    return found
+        if n in conditions and any(follows_from_integers(user) and user not in conditions for user in n.users):
+            conditions.remove(n)
+    return conditions
 
 
 class Semantics:
@@ -115,13 +115,13 @@ class Semantics:
             return self._build_array(node)
         if name == "getitem":
             return self._build_result(node)
-        found = RULES.get(name)
+        rule = RULES.get(name)
         if any(isinstance(a, complex) for a in node.args):
             out = self._build_unexplained(node)
-        elif found is not None:
+        elif rule is not None:
             args = [self.value(a) for a in node.args]
             kwargs = {k: self.value(v) for k, v in node.kwargs.items()}
-            out = found(self, node, *args, **kwargs)
+            out = rule(self, node, *args, **kwargs)
         elif is_pointwise(node.target):
             out = self._build_pointwise(node)
         else:

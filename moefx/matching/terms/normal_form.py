@@ -45,9 +45,9 @@ class Terms:
         self.writes: dict[tuple[Term, int], tuple[dict[int, list[Write]], Term]] = {}
         self.routed_parameters: dict[Term, frozenset[int]] = {}
 
-    def mark_routed(self, found: dict[Term, frozenset[int]]) -> None:
+    def mark_routed(self, axes_by_parameter: dict[Term, frozenset[int]]) -> None:
         """Have sums over these axes of parameters written out from now on."""
-        self.routed_parameters = found
+        self.routed_parameters = axes_by_parameter
         self._resolved.clear()
         for t in self._table.values():
             t.routed_axes = None
@@ -253,7 +253,7 @@ class Terms:
         self, t: Term, dims: Sequence[int], indices: torch.Tensor, position: int, routed: bool = False,
         in_bounds: bool = False,
     ) -> Term:  # fmt: skip
-        """Advanced indexing with `indices` [m, *I] into `dims`; the axes I are at `position` of the result.
+        """Index with `indices` [m, *I] into `dims`; the axes I are at `position` of the result.
 
         Args:
             routed: the indices depend on the routing, and stay an `index` even if they are a range by chance.
@@ -279,8 +279,8 @@ class Terms:
                 if (i := _find_uniform_value(row)) is not None:
                     picked = self.pick(t, dims[q], int(i))
                     left, indices = [d - (d > dims[q]) for d in dims if d != dims[q]], without_row(indices, q)
-                    every = len(left) == 1 and torch.equal(indices[0], torch.arange(picked.shape[left[0]]))
-                    return self.index(picked, left, indices, position, routed=not every, in_bounds=True)
+                    is_full_range = len(left) == 1 and torch.equal(indices[0], torch.arange(picked.shape[left[0]]))
+                    return self.index(picked, left, indices, position, routed=not is_full_range, in_bounds=True)
         if not routed and len(dims) == 1 and indices.dim() == 2 and position == dims[0] and indices.numel() > 1:
             line = indices[0].tolist()
             first, last, step = line[0], line[-1], line[1] - line[0]
@@ -289,7 +289,7 @@ class Terms:
         return self.make("index", (t, dims, self.intern(indices), position), shape)
 
     def put(self, base: Term, dims: Sequence[int], indices: torch.Tensor, values: Term, accumulate: bool) -> Term:
-        """`base` with `values` [n, *rest] written (or added) at `indices` [m, n] of `dims`."""
+        """Write (or add) `values` [n, *rest] into `base` at `indices` [m, n] of `dims`."""
         if indices.shape[1] == 0:
             return base
         rest = tuple(n for d, n in enumerate(base.shape) if d not in dims)
@@ -352,20 +352,20 @@ class Terms:
             TooLarge: more than `max_picks` elements were picked.
         """
         key = (t, axis, i)
-        found = self._picks.get(key)
-        if found is None:
+        element = self._picks.get(key)
+        if element is None:
             if len(self._picks) > self.max_picks:
                 raise TooLarge
-            found = self._picks[key] = pick(self, t, axis, i)
-        return found
+            element = self._picks[key] = pick(self, t, axis, i)
+        return element
 
     def resolve(self, t: Term) -> Term:
         """Write out the sums over routed axes. Terms are compared in this normal form."""
-        found = self._resolved.get(t)
-        if found is None:
-            found = resolve(self, t)
-            self._resolved[t] = self._resolved[found] = found
-        return found
+        resolved = self._resolved.get(t)
+        if resolved is None:
+            resolved = resolve(self, t)
+            self._resolved[t] = self._resolved[resolved] = resolved
+        return resolved
 
 
 def _wrap_negative(indices: torch.Tensor, sizes: list[int]) -> torch.Tensor:

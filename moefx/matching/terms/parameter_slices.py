@@ -115,11 +115,11 @@ def guess_experts(part: ParameterSlice, children: dict[str, Siblings]) -> list[i
     Args:
         children: the numbered parts of each parent, by FQN of the parent.
     """
-    parts, found = part.fqn.split("."), []
+    parts, candidates = part.fqn.split("."), []
     for depth in range(len(parts)):
         siblings = children.get(".".join(parts[:depth]))
         if siblings is not None and len(siblings) > 1 and parts[depth] in siblings.numbers:
-            found.append(siblings.numbers[parts[depth]])
+            candidates.append(siblings.numbers[parts[depth]])
     for op, *rest in part.steps:
         if op == "at" and rest[1]:
             return [rest[1][0][1]]
@@ -127,10 +127,10 @@ def guess_experts(part: ParameterSlice, children: dict[str, Siblings]) -> list[i
             _, _, start, stop, step = rest
             if step == 1 and start % (stop - start) == 0:
                 return [
-                    *found,
+                    *candidates,
                     start // (stop - start),
                 ]  # a block of an expert's own matrix, or of a matrix of all experts
-    return found
+    return candidates
 
 
 def find_siblings(block: nn.Module) -> dict[str, Siblings]:

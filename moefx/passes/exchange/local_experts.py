@@ -85,11 +85,11 @@ def _select(parameters: list[fx.Node], sizes: list[int], placement: Placement) -
             selected += group
             _shorten_stacks(group[0], placement)
             continue
-        own = [group[e] for e in placement.local_experts]
+        local_nodes = [group[e] for e in placement.local_experts]
         if size > 1 and group[0].target is aten.select.int and len({n.args[0] for n in group}) == 1:
-            for slot, node in enumerate(own):  # selected from a stack, which holds this rank's experts only
+            for slot, node in enumerate(local_nodes):  # selected from a stack, which holds this rank's experts only
                 node.args = (node.args[0], 0, slot)
-        selected += own
+        selected += local_nodes
     return selected
 
 

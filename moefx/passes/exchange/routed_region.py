@@ -77,15 +77,15 @@ class RoutedRegion:
         return RoutedRegion(self.graph, self.pft, list(copies.values()))
 
     def _find_region(self) -> list[fx.Node]:
-        found: dict[fx.Node, None] = {}
+        region: dict[fx.Node, None] = {}
         stack = [u for i in set(self.results) - {PftResult.INVERSE} for u in self.results[i].users]
         while stack:
             node = stack.pop()
-            if node not in found:
-                found[node] = None
+            if node not in region:
+                region[node] = None
                 if not _is_sum(node):
                     stack.extend(node.users)
-        return [n for n in self.graph.nodes if n in found]
+        return [n for n in self.graph.nodes if n in region]
 
     def _is_pick(self, node: fx.Node) -> bool:
         if node.target is not ops.pick_choices.default:
@@ -125,8 +125,8 @@ class RoutedRegion:
         """Emit nodes for the results of an op."""
         node.meta["letters"] = letters
         names = names or ("",) * len(letters)
-        found = enumerate(zip(letters, names, strict=True))
-        return [self.call(operator.getitem, (node, i), {}, part, name) for i, (part, name) in found]
+        numbered_parts = enumerate(zip(letters, names, strict=True))
+        return [self.call(operator.getitem, (node, i), {}, part, name) for i, (part, name) in numbered_parts]
 
     def emit_keep_mask(self) -> fx.Node:
         """Emit the mask [S,K] of slots that the `build_pft` has a row for."""

@@ -87,9 +87,9 @@ class ExpertBodyEmitter:
         first, nodes = len(graph.nodes), []
         for number in range(count):
             before = len(graph.nodes)
-            one = copy.copy(self)
-            one.number, one.done = number, {}
-            nodes.append(one.emit_value(b).node)
+            emitter = copy.copy(self)
+            emitter.number, emitter.done = number, {}
+            nodes.append(emitter.emit_value(b).node)
             for step, node in enumerate(list(graph.nodes)[before:]):
                 node.meta["each"] = (f"{first}.{step}", number, count)
         return BodyValue(nodes, "expert", len(b.shape))

@@ -195,9 +195,9 @@ class ResidualGraph:
         if not is_load or index.columns or {"m", "s"} & set(index.axes) or index.node not in self.new_nodes:
             return None
         with self.fake_mode:
-            every = {"val": torch.empty(E, dtype=torch.int64)}
+            range_meta = {"val": torch.empty(E, dtype=torch.int64)}
         ids = self.call(aten.reshape.default, (self.new_nodes[index.node], [-1, 1]), {}, {})
-        numbers = self.call(aten.arange.default, (E,), {"device": self.input_device()}, every)
+        numbers = self.call(aten.arange.default, (E,), {"device": self.input_device()}, range_meta)
         hits = self.call(aten.eq.Tensor, (ids, numbers), {}, {})
         counts = self.call(aten.sum.dim_IntList, (hits, [0]), {}, {})
         return self.call(aten._to_copy.default, (counts,), {"dtype": values[0].dtype}, self.describe(aligned))

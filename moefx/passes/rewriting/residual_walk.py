@@ -31,7 +31,7 @@ class ResidualWalk:
         aligned: the nodes of the latest plan, by their node in the first capture.
         call_of: for each result of a call that stays a call, the call in all captures.
         inlined: start indices of calls that are taken apart.
-        repeated: called modules. The residual computes some of their inner values again.
+        recomputed_modules: called modules. The residual computes some of their inner values again.
     """
 
     def __init__(self, match: Match, reads: ScalarReads):
@@ -41,7 +41,7 @@ class ResidualWalk:
         self.absorbed = match.forms[0].replaced_nodes
         self.aligned: dict[fx.Node, AlignedNodes] = {}
         self.inlined: set[int] = set()
-        self.repeated: list[str] = []
+        self.recomputed_modules: list[str] = []
         self._choose_calls()
 
     def _choose_calls(self) -> None:
@@ -59,7 +59,7 @@ class ResidualWalk:
             # Values from inside a call are computed again beside it. A call that draws random numbers is taken apart
             # instead, so that it draws them once.
             random = [c for c in inside if any(is_random(n) for n in self.captures[0].nodes[c[0].start : c[0].stop])]
-            self.repeated = sorted({c[0].fqn for c in inside})
+            self.recomputed_modules = sorted({c[0].fqn for c in inside})
             if not random:
                 return plan
             self.inlined |= {c[0].start for c in random}

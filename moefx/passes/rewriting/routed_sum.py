@@ -134,7 +134,7 @@ class RoutedSum:
             case ("t", "m"):
                 chosen = self.emit.reshape(node, (-1, shape[-1]))
                 device = self.residual.input_device()
-                every = self.emit.call(
+                expert_range = self.emit.call(
                     aten.arange.default,
                     (shape[-1],),
                     {"device": device},
@@ -142,7 +142,7 @@ class RoutedSum:
                     shape=(shape[-1],),
                 )
                 out = self.emit.call(
-                    aten.expand_as.default, (self.emit.call(aten.unsqueeze.default, (every, 0)), chosen)
+                    aten.expand_as.default, (self.emit.call(aten.unsqueeze.default, (expert_range, 0)), chosen)
                 )
             case ("e", "t"):
                 flat = self.emit.call(aten.t.default, (self.emit.reshape(node, (shape[0], -1)),))

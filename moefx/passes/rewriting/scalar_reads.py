@@ -64,9 +64,10 @@ class ScalarReads:
 
 def _list_float_reads(capture: Capture) -> list[HostRead]:
     """Return the float reads from parameters and buffers, the first of each line."""
-    found = {read.source: read for read in reversed(capture.reads) if type(read.value) is float}
+    read_by_source = {read.source: read for read in reversed(capture.reads) if type(read.value) is float}
     return sorted(
-        (r for r in found.values() if r.node is not None and follows_from_state(r.node)), key=lambda r: str(r.source)
+        (r for r in read_by_source.values() if r.node is not None and follows_from_state(r.node)),
+        key=lambda r: str(r.source),
     )
 
 

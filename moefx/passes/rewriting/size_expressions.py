@@ -93,20 +93,18 @@ class SizeExpressions:
         always = set.intersection(*[form.capture.sizes.used for form in self.match.forms])
         # Expressions that only some captures used, as in `max(S / 8, 1)`, may match by chance.
         formula = _find_float_formula(always, points)
-        if formula is None and (more := self._probe_numbers(path)) is not None:
-            formula = _find_float_formula(self.match.expressions, [*points, *more])
+        if formula is None and (probed_points := self._probe_numbers(path)) is not None:
+            formula = _find_float_formula(self.match.expressions, [*points, *probed_points])
         return None if formula is None else self._emit_expression(ast.parse(formula, mode="eval").body)
 
     def _emit_from_captures(self, values: list[int], path: ArgumentPath | None) -> fx.Node | None:
         """Emit a function of the input sizes, or the size of an emitted value. None if neither matches."""
-        found = self._emit_from_dims(values, (_fit_scaled,))
-        if found is None and len(set(values)) > 2:  # needs no further captures
-            found = self._emit_from_result(values)
-        if found is None and (formula := self._find_formula_in_program(values, path)) is not None:
-            found = self.emit_formula(formula)
-        return (
-            found or self._emit_from_dims(values, (_fit_divided, _fit_affine), path) or self._emit_from_result(values)
-        )
+        node = self._emit_from_dims(values, (_fit_scaled,))
+        if node is None and len(set(values)) > 2:  # needs no further captures
+            node = self._emit_from_result(values)
+        if node is None and (formula := self._find_formula_in_program(values, path)) is not None:
+            node = self.emit_formula(formula)
+        return node or self._emit_from_dims(values, (_fit_divided, _fit_affine), path) or self._emit_from_result(values)
 
     def _emit_from_dims(
         self, values: list[int], rules: Sequence[Callable], path: ArgumentPath | None = None
@@ -116,9 +114,9 @@ class SizeExpressions:
             for chosen in itertools.combinations(dims, count):
                 products = [math.prod(s[d] for d in chosen) for s in self.match.sizes]
                 for rule in rules:
-                    found = rule(products, values)
-                    if found is not None and (rule is _fit_scaled or self._holds_at_probes(chosen, found, path)):
-                        return self._emit_linear(chosen, *found)
+                    factors = rule(products, values)
+                    if factors is not None and (rule is _fit_scaled or self._holds_at_probes(chosen, factors, path)):
+                        return self._emit_linear(chosen, *factors)
         return None
 
     def _holds_at_probes(self, dims: Sequence[str], linear: tuple[int, int, int], path: ArgumentPath | None) -> bool:
@@ -145,17 +143,19 @@ class SizeExpressions:
         """Find a formula among the expressions that the program evaluates."""
         if len(set(values)) < 3:
             return None
-        points, more = list(zip(self.match.sizes, values, strict=True)), self._probe_integers(path)
-        found = find_formula([*points, *(more or ())], self.match.expressions, try_linear=False)
+        points, probed_points = list(zip(self.match.sizes, values, strict=True)), self._probe_integers(path)
+        formula = find_formula([*points, *(probed_points or ())], self.match.expressions, try_linear=False)
         # Rounding can only be verified at further sizes.
-        return found if more is not None or found is None or found.text in self.match.expressions else None
+        return (
+            formula if probed_points is not None or formula is None or formula.text in self.match.expressions else None
+        )
 
     def _find_formula_by_probes(self, values: list[int], path: ArgumentPath | None) -> Formula | None:
         """Find a formula from the number's values at further sizes."""
-        more = self._probe_integers(path)
-        if more is None:
+        probed_points = self._probe_integers(path)
+        if probed_points is None:
             return None
-        return find_formula([*zip(self.match.sizes, values, strict=True), *more], self.match.expressions)
+        return find_formula([*zip(self.match.sizes, values, strict=True), *probed_points], self.match.expressions)
 
     def _probe_integers(self, path: ArgumentPath | None) -> list[tuple[dict[str, int], int]] | None:
         """Return the integer at `path` at further sizes; None if it is not always an integer."""

@@ -25,20 +25,20 @@ def find_module_calls(match: Match, inlined: set[int]) -> list[list[SubmoduleCal
     for form in match.forms:
         routed = sorted(n.meta["index"] for n in form.replaced_nodes if n.op != "get_attr")
         counts: dict[str, int] = {}
-        found: dict[tuple[str, int], SubmoduleCall] = {}
+        calls_by_key: dict[tuple[str, int], SubmoduleCall] = {}
         for call in sorted(form.capture.calls, key=lambda c: (c.start, -c.stop, c.depth)):
             key = (call.fqn, counts.get(call.fqn, 0))
             counts[call.fqn] = key[1] + 1
             absorbs = bisect.bisect_left(routed, call.start) < bisect.bisect_left(routed, call.stop)
             if not absorbs and _expressible(call):
-                found[key] = call
-        per_capture.append(found)
+                calls_by_key[key] = call
+        per_capture.append(calls_by_key)
     out: list[list[SubmoduleCall]] = []
     covered = -1
     for key, call in sorted(per_capture[0].items(), key=lambda item: (item[1].start, -item[1].stop, item[1].depth)):
         if call.start < covered or call.stop <= call.start or call.start in inlined:
             continue
-        aligned = [found.get(key) for found in per_capture]
+        aligned = [calls_by_key.get(key) for calls_by_key in per_capture]
         if all(t is not None for t in aligned):
             out.append(aligned)  # type: ignore[arg-type]
             covered = call.stop
