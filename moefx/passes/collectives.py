@@ -102,7 +102,7 @@ def _insert_exchanges(
     weights = get_argument(routed.pft, "topk_weights")
     if routed.has_weights and weights not in choices:
         choices = [*choices, weights]
-    fingerprint = _fingerprint(routed, [*tokens, *choices], placement, routes)
+    fingerprint = _hash_exchange(routed, [*tokens, *choices], placement, routes)
     if routes.gathers:
         gathered = GatheredTokens(routed, placement, routes)
         with routed.graph.inserting_before(routed.region[0]):
@@ -143,7 +143,7 @@ def _return_sums(routed: RoutedRegion, exchanges: Sequence[UnevenExchange | Gath
             user.replace_input_with(node, out)
 
 
-def _fingerprint(routed: RoutedRegion, sent: list[fx.Node], placement: Placement, routes: ExchangeRoutes) -> int:
+def _hash_exchange(routed: RoutedRegion, sent: list[fx.Node], placement: Placement, routes: ExchangeRoutes) -> int:
     """Hash the exchanged values, their destinations, and the operations on them, which must be equal on all ranks.
     Names and values of parameters do not count."""
     numbers: dict[fx.Node, int] = {}
@@ -172,6 +172,7 @@ def _insert_places(routed: RoutedRegion, placement: Placement, routes: ExchangeR
 
 
 def _insert_chunks(routed: RoutedRegion, place: fx.Node, chunks: int) -> list[fx.Node]:
+    """Emit the destinations of each chunk of tokens."""
     parts = routed.call(ops.chunk_choices.default, (place,), {"chunks": chunks})
     return routed.unpack(parts, (place.meta["letters"],) * chunks)
 

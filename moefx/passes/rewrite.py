@@ -204,6 +204,7 @@ class Rewriter:
 
     @property
     def index(self) -> list[NodeRef]:
+        """The expert index of each capture."""
         return [form.expert_index for form in self.match.forms]
 
     def _find_random_draws(self) -> list[AlignedNodes]:

@@ -64,9 +64,8 @@ def propose_expert_parameters(uses: ParameterUses) -> Iterator[list[set[str]]]:
             experts = add_siblings(uses, varying_names)
             if not experts & before:
                 before |= experts
-                shared_experts = experts & (
-                    {strip_moves(t).args[0] for t in common} - varying_names
-                )  # in the same list
+                # shared experts in the list of experts
+                shared_experts = experts & ({strip_moves(t).args[0] for t in common} - varying_names)
                 rest = experts - _find_tables(uses, varying)
                 yield _distinct(
                     [rest, experts, experts - shared_experts, rest - _find_choice_parameters(uses, experts)]

@@ -42,6 +42,7 @@ class _Decision:
     """A comparison of floats, or an integer made of floats, in all captures.
 
     Attributes:
+        description: the kind of decision, in words for the refusal.
         forms: the forms whose captures have the decision.
         outcomes_by_group: the outcomes of each group of elements.
     """
