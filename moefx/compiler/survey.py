@@ -115,9 +115,10 @@ def _run_examples(model: nn.Module, example_inputs: Any) -> BlockCandidates:
     name, advice = type(model).__name__, "Pass example_inputs=(...) or example_inputs={...} that it accepts"
     first = raised[0]
     if len(calls) > 1:
-        tried = ", ".join(str(list(args[0].shape)) for args, _ in calls)
+        shapes_text = ", ".join(str(list(args[0].shape)) for args, _ in calls)
         raise CaptureError(
-            f"no example_inputs were given, and {name} runs on hidden states of none of the shapes {tried}. " + advice
+            f"no example_inputs were given, and {name} runs on hidden states of none of the shapes {shapes_text}. "
+            + advice
         ) from first
     raise CaptureError(
         f"{name} does not run on the example inputs: {type(first).__name__}: {first}. {advice}"

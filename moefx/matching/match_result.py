@@ -128,12 +128,14 @@ class Match:
 
         A comparison with both results does not matter, since the captures agree on the form.
         """
-        several = [form.capture.sizes.guards for form in self.forms]
-        comparisons: list[dict[Any, list[SizeGuard]]] = [defaultdict(list) for _ in several]
-        for by_expression, guards in zip(comparisons, several, strict=True):
+        guards_by_capture = [form.capture.sizes.guards for form in self.forms]
+        comparisons: list[dict[Any, list[SizeGuard]]] = [defaultdict(list) for _ in guards_by_capture]
+        for by_expression, guards in zip(comparisons, guards_by_capture, strict=True):
             for g in guards:
                 by_expression[_without_number(g)].append(g)
-        generalized = dict.fromkeys(self._generalize_bound(g, comparisons) for guards in several for g in guards)
+        generalized = dict.fromkeys(
+            self._generalize_bound(g, comparisons) for guards in guards_by_capture for g in guards
+        )
         consistent = [*(g for g in generalized if all(g.holds(sizes) for sizes in self.sizes)), *self.extra_guards]
         return (
             [g for guard in consistent for g in self._restrict_to_tokens(guard)] if self.without_tokens else consistent

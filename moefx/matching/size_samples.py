@@ -81,10 +81,10 @@ class SizeSamples:
                 lambda tokens: tokens <= most, sorted({*_SAMPLED_TOKENS, *self._delicate_sizes})
             )
             sequences = [find_sequence(self.match.arguments, guards, tokens) for tokens in counts]
-            several = [s for i, s in enumerate(sequences) if all(g.holds(s) for g in guards) and s not in sequences[:i]]
-            if len(several) < _MIN_SAMPLES:  # guards may allow multiples of a number only
-                several += [s for s in find_sizes(self.match.arguments, guards, 64) if s not in several][:_MIN_SAMPLES]
-            for sizes in several:
+            fitting = [s for i, s in enumerate(sequences) if all(g.holds(s) for g in guards) and s not in sequences[:i]]
+            if len(fitting) < _MIN_SAMPLES:  # guards may allow multiples of a number only
+                fitting += [s for s in find_sizes(self.match.arguments, guards, 64) if s not in fitting][:_MIN_SAMPLES]
+            for sizes in fitting:
                 is_long = self.match.arguments.tokens_per_unit * math.prod(sizes.values()) > 512
                 with suppress_program_errors(MoefxError):
                     samples.append(

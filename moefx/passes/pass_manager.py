@@ -152,8 +152,8 @@ def find_pass_location(function: Callable[..., Any]) -> str:
     if code is None:
         return ""
     path = Path(code.co_filename)
-    shown = path.relative_to(_PACKAGE) if path.is_relative_to(_PACKAGE) else path.name
-    return f"{shown}:{code.co_firstlineno}"
+    shown_path = path.relative_to(_PACKAGE) if path.is_relative_to(_PACKAGE) else path.name
+    return f"{shown_path}:{code.co_firstlineno}"
 
 
 class _Fakes:
@@ -193,8 +193,8 @@ def _check(graph: BlockGraph, name: str, level: Any) -> None:
     except RuntimeError as error:
         raise PassError(f"pass {name} left a malformed graph: {error}") from error
     if violations := find_violations(graph, level):
-        shown = "\n  ".join(map(str, violations[:8]))
-        raise PassError(f"pass {name}: not a legal graph of level {level.name!r}:\n  {shown}")
+        violations_text = "\n  ".join(map(str, violations[:8]))
+        raise PassError(f"pass {name}: not a legal graph of level {level.name!r}:\n  {violations_text}")
 
 
 def _snapshot(

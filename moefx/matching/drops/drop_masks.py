@@ -100,10 +100,10 @@ def _explain_no_mask(match: Match, find_tie_break: Callable[[], TieBreak | None]
     )
 
 
-def _explain_left_out(several: Sequence[CanonicalForm]) -> Refused | None:
+def _explain_left_out(forms: Sequence[CanonicalForm]) -> Refused | None:
     """Return the refusal of a program that skips whole experts by their number of tokens, or None."""
     run, left_out = set(), set()
-    for form in several:
+    for form in forms:
         for e in form.ids.unique().tolist():
             kept = form.kept_slots[form.ids == e]
             if bool(kept.any()) != bool(kept.all()):
@@ -113,7 +113,7 @@ def _explain_left_out(several: Sequence[CanonicalForm]) -> Refused | None:
         return None
     are_few = max(left_out) < min(run)
     lowest, highest = (max(left_out), min(run)) if are_few else (max(run), min(left_out))
-    for read in (read for form in several for read in form.capture.reads):
+    for read in (read for form in forms for read in form.capture.reads):
         _, number = find_comparison(read)
         if type(number) in (int, float) and lowest <= number <= highest:
             count_text = "fewer tokens than a limit" if are_few else "more tokens than a limit"

@@ -200,14 +200,14 @@ class _IndexSearch:
         """Find one node per slot, such as a first and a second argmax."""
         if self.own_numbers is None or self.widest < 2:
             return None
-        wanted = [{self.own_numbers[k] for k in row} for row in self.keys]
+        expected_numbers = [{self.own_numbers[k] for k in row} for row in self.keys]
         position = {n: i for i, n in enumerate(self.nodes)}
         single = [c for c in candidates if c[1].shape[1] == 1 and c[0].node.meta["val"].dtype is not torch.bool]
         single.sort(key=lambda c: position[c[0].node])
         hits: dict[int, int] = {}  # for each distinct column, the number of tokens that use its expert
         for at, (_, ids) in enumerate(single):
             if not any(torch.equal(ids, single[other][1]) for other in hits):
-                hits[at] = sum(i in w for i, w in zip(ids[:, 0].tolist(), wanted, strict=True))
+                hits[at] = sum(i in w for i, w in zip(ids[:, 0].tolist(), expected_numbers, strict=True))
         likely = sorted(sorted(hits, key=lambda at: -hits[at])[:_MAX_COLUMNS])
         covering = [single[at] for at in likely]
         for chosen in itertools.combinations(covering, self.widest):

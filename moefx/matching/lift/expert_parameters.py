@@ -36,7 +36,7 @@ def propose_expert_parameters(uses: ParameterUses) -> Iterator[list[set[str]]]:
     """
     live = uses.live_nodes()
     inner = [n for n in reversed(uses.capture.nodes) if n in live and n not in uses.outputs and n.op == "call_function"]
-    tried, before = 0, set()
+    num_tried, earlier_experts = 0, set()
     for out in [*uses.outputs, *inner]:
         val = out.meta.get("val")
         if (
@@ -47,8 +47,8 @@ def propose_expert_parameters(uses: ParameterUses) -> Iterator[list[set[str]]]:
             or follows_from_state(out)  # its rows are not tokens
         ):
             continue
-        tried += out not in uses.outputs
-        if tried > _MAX_INNER_NODES:
+        num_tried += out not in uses.outputs
+        if num_tried > _MAX_INNER_NODES:
             break
         used_by_row = uses.parameters_by_row(out)
         if not used_by_row:
@@ -62,8 +62,8 @@ def propose_expert_parameters(uses: ParameterUses) -> Iterator[list[set[str]]]:
         if varying:
             varying_names = {strip_moves(t).args[0] for t in varying}
             experts = add_siblings(uses, varying_names)
-            if not experts & before:
-                before |= experts
+            if not experts & earlier_experts:
+                earlier_experts |= experts
                 # shared experts in the list of experts
                 shared_experts = experts & ({strip_moves(t).args[0] for t in common} - varying_names)
                 rest = experts - _find_tables(uses, varying)

@@ -182,7 +182,9 @@ class UnexplainedIndex:
             if len(parts) > 1 and sum(len(n.meta["val"]) for n in parts) == tokens == self._capture.sizes.tokens:
                 return Refused(
                     f"the tokens are split into {len(parts)} chunks with a separate selection each",
-                    culprits=tuple(dict.fromkeys(get_op_name(made) for n in parts for made in find_float_decisions(n))),
+                    culprits=tuple(
+                        dict.fromkeys(get_op_name(decision) for n in parts for decision in find_float_decisions(n))
+                    ),
                     source=str(parts[0].meta["source"]),
                     remedy="select for all tokens at once, or move the code of one chunk into a module; "
                     "torch.compile(model, backend='moefx') rewrites each chunk separately",

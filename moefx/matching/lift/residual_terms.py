@@ -41,10 +41,10 @@ def find_shared(
         lines = {line(ref.node) for ref in hint.shared}
     while True:
         residual = [list(parts) for parts in residual]
-        tried: set[Term] = set()
+        tried_terms: set[Term] = set()
         for t, parts in enumerate(residual):
-            for term in [p for p in parts if p not in tried]:
-                tried.add(term)
+            for term in [p for p in parts if p not in tried_terms]:
+                tried_terms.add(term)
                 column = lookup.find_rows(t, term, residual, lines)
                 if column is not None:
                     refs.append(column[0])

@@ -43,16 +43,16 @@ _MAX_TRIALS = 100
 
 def add_boundary_values(state: ProofState, sizes: dict[str, int]) -> tuple[Arguments, Capture | None]:
     """Return the arguments of a state with the numbers that were found, and a capture with them if one was made."""
-    arguments, tried = state.arguments, set[ExtraValue]()
+    arguments, tried_values = state.arguments, set[ExtraValue]()
     if not any(t.accepts_other_values for t in arguments.tensors) and not has_integers(state.block):
         return arguments, None
     while (captured := _try_capture(state, arguments, sizes)) is not None:
         doubtful = _observe_doubtful(state, arguments, sizes, captured)
         values = [_find_boundary_value(captured, observation, arguments) for observation in doubtful]
-        new_values = {value for value in values if value is not None} - tried
+        new_values = {value for value in values if value is not None} - tried_values
         if not new_values:
             break
-        tried |= new_values
+        tried_values |= new_values
         if can_run(state, with_all := arguments.with_extra_values(new_values), sizes):
             arguments = with_all
             continue
@@ -142,10 +142,10 @@ def _find_boundary_value(captured: Capture, observation: Observation, arguments:
         else:
             continue
         leaf_values, path = leaf.meta["val"], find_path(leaf, made_of)
-        here = (torch.arange(leaf_values.numel()) % 3 == 0).view(leaf_values.shape)
+        is_replaced = (torch.arange(leaf_values.numel()) % 3 == 0).view(leaf_values.shape)
         for number in filter(leaf_takes, itertools.islice(_propose_numbers(captured, observation, path), _MAX_TRIALS)):
             with suppress_program_errors():  # the number may be out of bounds of a table
-                if _changes_outcome(captured, observation, path, {leaf: torch.where(here, number, leaf_values)}):
+                if _changes_outcome(captured, observation, path, {leaf: torch.where(is_replaced, number, leaf_values)}):
                     return key, number
     return None
 

@@ -64,7 +64,7 @@ def _find_constant_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
     Returns:
         A description of the constant, for the refusal, by source line and op.
     """
-    made: dict[tuple[Source, str, Any], set[Any]] = {}
+    outcomes_by_op: dict[tuple[Source, str, Any], set[Any]] = {}
     operand_values: dict[tuple[Source, str, Any], set[float]] = {}
     limited: dict[tuple[Source, str], set[int | None]] = {}
     for form in state.evidence.forms:
@@ -87,7 +87,7 @@ def _find_constant_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
             if is_chosen_test(n) and _find_outcomes(form.capture, n, by) == {get_op_name(n) in ("gt", "ge", "ne")}:
                 continue
             key = (*site, n.args[1] if by is not n else None)
-            seen = made.setdefault(key, set())
+            seen = outcomes_by_op.setdefault(key, set())
             if len(seen) > 1:
                 continue
             seen |= _find_outcomes(form.capture, n, by)
@@ -96,7 +96,7 @@ def _find_constant_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
             )
             if len(seen) == 1 and (depends_on_routing(n) or n.meta["val"].dtype is torch.bool) and ranges.is_decided(n):
                 seen |= {0, 1}
-    same = {key[:2]: seen for key, seen in made.items() if len(seen) == 1 and len(operand_values[key]) > 1}
+    same = {key[:2]: seen for key, seen in outcomes_by_op.items() if len(seen) == 1 and len(operand_values[key]) > 1}
     same = {key: seen for key, seen in same.items() if _is_constant(state, key)}
     return {key: _describe_outcome(next(iter(seen))) for key, seen in same.items()}
 

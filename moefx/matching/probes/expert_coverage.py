@@ -92,9 +92,11 @@ def _find_choosing_numbers(captured: Capture, node: fx.Node, leaf: fx.Node, expe
     value, number_by_expert = leaf.meta["val"], dict[int, int]()
     path = find_path(leaf, find_integer_ancestors(node))
     for start in range(0, _MAX_NUMBERS if value.numel() else 0, max(1, value.numel())):
-        tried = (torch.arange(value.numel()) + start).to(value.dtype)
+        tried_numbers = (torch.arange(value.numel()) + start).to(value.dtype)
         try:
-            chosen = evaluate_path(captured, path, {leaf: tried.view(value.shape)})[node].reshape(value.numel(), -1)
+            chosen = evaluate_path(captured, path, {leaf: tried_numbers.view(value.shape)})[node].reshape(
+                value.numel(), -1
+            )
         except Exception as error:  # the number may be out of bounds of a table
             if not is_program_error(error):
                 raise
@@ -102,7 +104,7 @@ def _find_choosing_numbers(captured: Capture, node: fx.Node, leaf: fx.Node, expe
         for e in experts - number_by_expert.keys():
             hits = (chosen == e).any(1).nonzero()
             if len(hits):
-                number_by_expert[e] = int(tried[hits[0, 0]])
+                number_by_expert[e] = int(tried_numbers[hits[0, 0]])
     return number_by_expert
 
 
@@ -177,6 +179,6 @@ def _count_siblings(state: ProofState, table: dict[int, ParameterSlice]) -> int:
 
 def _find_never_true(seen: list[tuple[int, bool]]) -> set[int]:
     """Return the keys that were never true, and were tried too often for chance (below `_MIN_CHANCE`)."""
-    tried, came = Counter(e for e, _ in seen), Counter(e for e, is_true in seen if is_true)
-    missed = 1 - came.total() / max(1, sum(n for e, n in tried.items() if e in came))
-    return {e for e, n in tried.items() if e not in came and missed**n < _MIN_CHANCE}
+    num_trials, num_hits = Counter(e for e, _ in seen), Counter(e for e, is_true in seen if is_true)
+    missed = 1 - num_hits.total() / max(1, sum(n for e, n in num_trials.items() if e in num_hits))
+    return {e for e, n in num_trials.items() if e not in num_hits and missed**n < _MIN_CHANCE}

@@ -61,10 +61,14 @@ def _read_emptiness_test(read: HostRead) -> _EmptinessTest | None:
             return None
         steps.append(node)
         node = node.all_input_nodes[0]
-    none, *some = [_find_outcome_for_count([*reversed(steps)], read.comparison, count) for count in _COUNTS_TO_TRY]
-    if none is None or any(outcome is not (not none) for outcome in some):
+    outcome_without_tokens, *outcomes_with_tokens = [
+        _find_outcome_for_count([*reversed(steps)], read.comparison, count) for count in _COUNTS_TO_TRY
+    ]
+    if outcome_without_tokens is None or any(
+        outcome is not (not outcome_without_tokens) for outcome in outcomes_with_tokens
+    ):
         return None
-    return _EmptinessTest(node, not none)
+    return _EmptinessTest(node, not outcome_without_tokens)
 
 
 def _is_mask(node: fx.Node) -> bool:

@@ -88,12 +88,12 @@ def concentrate_tokens(state: ProofState) -> None:
 
 def _find_concentrations(state: ProofState, captured: Capture, node: fx.Node) -> Iterator[Concentration]:
     """Yield the concentrations that change the outcome of a boolean node."""
-    made = find_integer_ancestors(node)
-    for leaf in (n for n in made if n.op == "placeholder"):
+    ancestors = find_integer_ancestors(node)
+    for leaf in (n for n in ancestors if n.op == "placeholder"):
         argument = state.arguments.tensors[leaf.meta["position"]]
         if argument.numbers_per_token > 1 or not argument.has_token_axis:
             continue
-        run = _Run(captured, leaf, find_path(leaf, made), node)
+        run = _Run(captured, leaf, find_path(leaf, ancestors), node)
         numbers = leaf.meta["val"].unique()[:_MAX_NUMBERS].tolist()
         outcomes = {number: run.outcome(torch.full_like(leaf.meta["val"], number)) for number in numbers}
         as_it_was = captured.concrete_value(node).tolist()

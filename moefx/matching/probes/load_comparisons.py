@@ -95,12 +95,12 @@ def vary_loads(state: ProofState) -> None:
     bases = [first]
     for side in _find_sides(state):
         captures = [_add_capture(state, routing, side, comparisons) for routing in _list_routings(state)]
-        shown = [captured for captured in captures if captured is not None]
+        made_captures = [captured for captured in captures if captured is not None]
         comparisons = {**_find_comparisons(state), **comparisons}
         outcomes = _find_outcomes(state, side)
         for comparison in comparisons.values():
-            _force_large_load(state, comparison, shown[-1:] + shown[:1], outcomes)
-        bases += shown[-1:]
+            _force_large_load(state, comparison, made_captures[-1:] + made_captures[:1], outcomes)
+        bases += made_captures[-1:]
     outcomes = _find_outcomes(state, None)
     for comparison in comparisons.values():
         _force_large_load(state, comparison, [first], outcomes)
@@ -277,15 +277,15 @@ def _force_large_load(
     Raises:
         Refused: the outcome changes the form, and no capture with such loads has the form.
     """
-    calls, wanted = comparison.read.call_stack, [comparison.outcome_if_large]
+    calls, forced_outcomes = comparison.read.call_stack, [comparison.outcome_if_large]
     seen = outcomes.get(calls, set())
     compares_loads = isinstance(comparison.other, (RoutedInt, RoutedFloat, fx.Node))
     if compares_loads and comparison.op in ORDERED:
-        wanted = [value for value in (True, False) if value not in seen]
+        forced_outcomes = [value for value in (True, False) if value not in seen]
     elif comparison.op not in ORDERED and (type(comparison.other) is not int or comparison.other in (0, 1)):
-        wanted = [value for value in wanted if value not in seen]
+        forced_outcomes = [value for value in forced_outcomes if value not in seen]
     for base in bases:
-        for value in wanted:
+        for value in forced_outcomes:
             if all(read.value is value for read in base.reads if read.call_stack == calls):
                 continue
             try:

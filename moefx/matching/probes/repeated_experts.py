@@ -50,24 +50,24 @@ def repeat_experts(state: ProofState) -> None:
     first, sizes, experts = state.evidence.reference, state.evidence.sizes[0], state.evidence.seen_experts
     if has_distinct_slots(first, experts, state.evidence.forms):
         return
-    made = _find_makers(first, experts)
+    makers = _find_makers(first, experts)
     pairs = _pair_slots(first.slots)
     if len(first.ids) < _TOKENS_PER_CHANGE * len(pairs):  # one token for each pair, and others that show the form
         sizes = state.size_choice.choose(_TOKENS_PER_CHANGE * len(pairs), 0)
         first = require_same_form(first, state.capture_and_lift(Routing("diverse", 0), sizes))
-        made = _find_makers(first, experts)
-    culprits = tuple(dict.fromkeys(get_op_name(node) for node, _ in made))
-    source = str(made[-1][0].meta["source"])
+        makers = _find_makers(first, experts)
+    culprits = tuple(dict.fromkeys(get_op_name(node) for node, _ in makers))
+    source = str(makers[-1][0].meta["source"])
     again = RepeatedChoiceRefused(source, culprits)
-    form = _lift_with_choices(state, sizes, _build_flips(first, made, _repeat_earlier(pairs)), again)
+    form = _lift_with_choices(state, sizes, _build_flips(first, makers, _repeat_earlier(pairs)), again)
     if form is not None and not all(_has_shown(form, i, pairs) for i in range(len(pairs))):
         raise again
-    if any(map(_is_looked_up, (node for node, _ in made))):
+    if any(map(_is_looked_up, (node for node, _ in makers))):
         invalid_id = Refused(
             "the program looks up an expert by a number that may be below 0, which counts from the end",
             culprits=culprits, source=source, remedy="index the experts with the result of topk directly",
         )  # fmt: skip
-        form = _lift_with_choices(state, sizes, _build_flips(first, made, _choose_no_expert), invalid_id)
+        form = _lift_with_choices(state, sizes, _build_flips(first, makers, _choose_no_expert), invalid_id)
         if form is not None and any(e < 0 for group in form.groups for e in group.ids):
             raise invalid_id
 
@@ -134,7 +134,7 @@ def _find_makers(form: CanonicalForm, experts: set[int]) -> list[tuple[fx.Node, 
             if get_op_name(n) != "_to_copy":
                 indices = n.target(indices, *n.args[1:], **n.kwargs)  # type: ignore[operator]
         makers.append((node, view_as_slots(indices, form.tokens, ref.axes)))
-    return sorted(makers, key=lambda made: made[0].meta["index"])
+    return sorted(makers, key=lambda maker: maker[0].meta["index"])
 
 
 def _find_unshifted(node: fx.Node) -> fx.Node | None:
@@ -166,11 +166,11 @@ def _is_looked_up(node: fx.Node) -> bool:
     return get_op_name(node) in LOOKUPS and isinstance(table, fx.Node) and table.op == "get_attr"
 
 
-def _build_flips(form: CanonicalForm, made: list[tuple[fx.Node, torch.Tensor]], change: _Change) -> Interventions:
+def _build_flips(form: CanonicalForm, makers: list[tuple[fx.Node, torch.Tensor]], change: _Change) -> Interventions:
     """Build interventions that apply `change` to the choices where their ops compute them."""
     chosen: list[torch.Tensor] = []
     slots_at: dict[Any, dict[int, list[torch.Tensor]]] = {}  # by call site of the op, then by its n-th run there
-    for node, indices in made:
+    for node, indices in makers:
         by: Any = node.args[0] if get_op_name(node) == "getitem" else node
         site, run = by.meta.get("position"), 0
         if site is None:

@@ -62,14 +62,16 @@ def _vary_few_token_counts(state: ProofState) -> None:
         Refused: they have another form.
     """
     near = state.arguments.choose_tokens_near(3, avoid=(state.evidence.reference.slots,))
-    tried = [state.size_choice.choose_sequence(near), state.arguments.choose_sequence(near)]
+    tried_sizes = [state.size_choice.choose_sequence(near), state.arguments.choose_sequence(near)]
     before = len(state.evidence.forms)
-    for sizes in filter(state.size_choice.satisfies_restrictions, tried if tried[0] != tried[1] else tried[:1]):
+    for sizes in filter(
+        state.size_choice.satisfies_restrictions, tried_sizes if tried_sizes[0] != tried_sizes[1] else tried_sizes[:1]
+    ):
         _vary_few_tokens(state, sizes)
     if len(state.evidence.forms) > before:
         return
     sizes = state.size_choice.choose_as_captured(near)
-    if state.size_choice.satisfies_restrictions(sizes) and sizes not in tried:
+    if state.size_choice.satisfies_restrictions(sizes) and sizes not in tried_sizes:
         _vary_few_tokens(state, sizes)
 
 

@@ -88,8 +88,8 @@ class Evidence:
         outcomes = dict.fromkeys(
             g if g.holds(example) else dataclasses.replace(g, value=not g.value) for g in self._comparisons
         )
-        tried = [sizes for several in self._comparisons.values() for sizes in several]
-        return tuple(g for g in outcomes if not all(g.holds(sizes) for sizes in tried))
+        tried_sizes = [sizes for sizes_of_outcome in self._comparisons.values() for sizes in sizes_of_outcome]
+        return tuple(g for g in outcomes if not all(g.holds(sizes) for sizes in tried_sizes))
 
     def require_same_form(self, form: CanonicalForm) -> CanonicalForm:
         """Return a form with its groups in the order of all captures. Raise `Refused` unless it agrees with theirs."""

@@ -161,7 +161,7 @@ def number_nested_modules(block: nn.Module) -> dict[str, int]:
     for name, module in block.named_modules():
         inner = list(module.named_children())
         if len(inner) > 1 and all(type(m) is nn.ModuleList for m in (module, *(part for _, part in inner))):
-            parts = [f"{name}.{outer}.{part}" for outer, some in inner for part, _ in some.named_children()]
+            parts = [f"{name}.{outer}.{part}" for outer, nested in inner for part, _ in nested.named_children()]
             numbers |= {part.lstrip("."): number for number, part in enumerate(parts)}
     return numbers
 
