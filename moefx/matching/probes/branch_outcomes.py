@@ -201,17 +201,13 @@ def _find_zero_weight_reads(state: ProofState) -> set[tuple[Source, ...]]:
     Both outcomes must have occurred, and an expert that ran must add nothing if its weights are zero.
     """
     outcomes: dict[tuple[Source, ...], set[Any]] = {}
-    adds_nothing: dict[tuple[Source, ...], set[bool | None]] = {}
+    inert: dict[tuple[Source, ...], set[bool | None]] = {}
     for form in state.evidence.forms:
         for read in filter(zero_sum_tests.is_zero_test, form.capture.reads):
             outcomes.setdefault(read.call_stack, set()).add(read.value)
             if _has_rows(read):
-                adds_nothing.setdefault(read.call_stack, set()).add(zero_sum_tests.adds_nothing(read))
-    return {
-        calls
-        for calls, seen in adds_nothing.items()
-        if False not in seen and True in seen and len(outcomes[calls]) == 2
-    }
+                inert.setdefault(read.call_stack, set()).add(zero_sum_tests.adds_nothing(read))
+    return {calls for calls, seen in inert.items() if False not in seen and True in seen and len(outcomes[calls]) == 2}
 
 
 def _find_large_count_reads(state: ProofState) -> dict[tuple[Source, ...], HostRead]:
@@ -238,14 +234,12 @@ def _find_large_count_reads(state: ProofState) -> dict[tuple[Source, ...], HostR
                 limits_at.setdefault(read.call_stack, {}).setdefault(number, []).append(read)
         for calls, equal_read in equal_here.items():
             equal.setdefault(calls, []).append(equal_read)
-    large_count_reads = {
-        calls: reads[0] for calls, reads in equal.items() if reads[0] is not None and None not in reads
-    }
+    large_reads = {calls: reads[0] for calls, reads in equal.items() if reads[0] is not None and None not in reads}
     for calls, by_number in limits_at.items():
         last = by_number[max(by_number)]
         if len(by_number) > 1 and len({read.value for read in last}) == 1:
-            large_count_reads[calls] = last[0]
-    return large_count_reads
+            large_reads[calls] = last[0]
+    return large_reads
 
 
 def _is_limit_test(state: ProofState, read: HostRead) -> bool:
