@@ -142,7 +142,7 @@ def test_autocast_inside_of_a_compiled_region():
 
 def test_a_changed_expert_is_noticed_when_the_graph_is_made_again():
     _, compiled = build_pair("loop")
-    models.experts_of(compiled)[1].up = nn.Linear(models.D, models.H, bias=False).double()
+    models.find_experts(compiled)[1].up = nn.Linear(models.D, models.H, bias=False).double()
     with pytest.raises(Exception, match=r"moes\.1\.experts\.1\.up was replaced"):
         torch.compile(compiled, fullgraph=True, backend="aot_eager")(draw_ids())
 
