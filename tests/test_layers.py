@@ -122,6 +122,27 @@ def test_the_calls_on_the_way_to_a_proof_exist():
     assert rows and all(callable(find_documented(name, path)) for name, path, _ in rows)
 
 
+def find_stale_references(text: str) -> list[str]:
+    """Return the names in backticks that begin with a folder of the package but lead to no module."""
+    modules = {module.removeprefix("moefx.") for module in FILES}
+    folders = {name.partition(".")[0] for name in modules if "." in name}
+    stale = []
+    for name in re.findall(r"`(?:moefx\.)?([a-z_]+(?:\.\w+)+)`", text):
+        parts = name.split(".")
+        prefixes = {".".join(parts[:n]) for n in range(max(2, len(parts) - 2), len(parts) + 1)}
+        if parts[0] in folders and not prefixes & modules:
+            stale.append(name)
+    return stale
+
+
+def test_references_to_modules_exist():
+    texts = [*FILES.values(), *(ROOT / "docs").rglob("*.md")]
+    assert not {str(path): stale for path in texts if (stale := find_stale_references(path.read_text()))}
+    assert find_stale_references("see `capture.skipped_calls`, `capture.search.skipped_calls`") == [
+        "capture.skipped_calls"
+    ]
+
+
 def test_carriers_are_frozen_as_documented():
     rows = read_rows("| carrier | file |")
     parameters = {row[0]: getattr(find_documented(*row[:2]), "__dataclass_params__", None) for row in rows}

@@ -68,7 +68,7 @@ class BlockRewrite:
     match: Match
     rewritten: RewriteResult
     history: History
-    skipped: Mapping[str, SkippedCall] = dataclasses.field(default_factory=dict)  # see `capture.skipped_calls`
+    skipped: Mapping[str, SkippedCall] = dataclasses.field(default_factory=dict)  # see `capture.search.skipped_calls`
     attempts: tuple[AttemptRun, ...] = ()
 
     @property

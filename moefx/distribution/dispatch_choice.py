@@ -1,7 +1,7 @@
 """Choose the dispatch of rows to their experts: as planned, or the fastest one as measured.
 
 `Plan(dispatch="auto")` compares dispatches by the links between ranks and the host's time, for uniform routing
-(`runtime.link_costs`).
+(`runtime.ranks.link_costs`).
 """
 
 from __future__ import annotations

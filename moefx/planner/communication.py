@@ -1,8 +1,8 @@
 """Bytes and seconds of exchanges (X-MoE section 4.2 and appendix C, Piper sections III.B and V), as formulas.
 
 An exchange at one level of the topology takes `alpha` + bytes that leave a rank * `beta` seconds.
-`Plan(dispatch="auto")` decides by the same formulas (`runtime.link_costs`). `symbols` has the meaning of each symbol;
-alpha1, beta1, ... are of the ranks that differ at this level only.
+`Plan(dispatch="auto")` decides by the same formulas (`runtime.ranks.link_costs`). `symbols` has the meaning of each
+symbol; alpha1, beta1, ... are of the ranks that differ at this level only.
 """
 
 from __future__ import annotations

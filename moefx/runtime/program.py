@@ -24,7 +24,7 @@ def _format_attribute_expression(where: AttributeLocation) -> str | None:
 
 
 class Program:
-    """A rewritten form of a block. Immutable: blocks of the same structure share it.
+    """A rewritten form of a block, which blocks of the same structure share. Only `prepare_load` changes it.
 
     Args:
         key: the specialization.

@@ -198,7 +198,7 @@ def read_counts(
 
     Raises:
         RanksLost: another rank has died, does not answer in time, or has another fingerprint.
-        ExpertsOverwritten: see `runtime.overwrite_detection`.
+        ExpertsOverwritten: see `runtime.ranks.overwrite_detection`.
         MoefxError: a CUDA graph is being captured, which cannot hold the copy.
     """
     refuse_capture(

@@ -3,7 +3,7 @@
 Every call runs the collective of `exchange_counts` and the copy of `read_counts`, so a few more numbers need no further
 collective or host synchronisation. All ranks of the group receive the same numbers: if one raises, all raise.
 
-`runtime.overwrite_detection` makes the samples. Blocks with equal graphs share a sampler number, an argument of
+`runtime.ranks.overwrite_detection` makes the samples. Blocks with equal graphs share a sampler number, an argument of
 `exchange_counts`. An eager call selects the sampler of its block by `select`. A graph of torch.compile runs no Python
 of the block, so its calls take the samplers of their number in turn.
 """

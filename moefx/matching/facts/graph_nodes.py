@@ -162,7 +162,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def is_skipped(node: fx.Node) -> bool:
-    """Return whether a node stands for a submodule that captures do not run (see `capture.skipped_calls`)."""
+    """Return whether a node stands for a submodule that captures do not run (see `capture.search.skipped_calls`)."""
     return getattr(node.target, "__self__", None) is UnknownResult
 
 

@@ -116,7 +116,7 @@ class _CommonBehaviour:
         """Return the result of `differs` for one kind of routing, cached.
 
         A new `functools.cache` would make captures look for it among all objects of the process (see
-        `capture.filled_caches`).
+        `capture.state.filled_caches`).
         """
         if (kind, tokens) not in self.differences:
             self.differences[kind, tokens] = self._differs_in(kind, tokens)

@@ -285,7 +285,7 @@ UNTAKEN = {
     ),
     "bias_apart": (
         ExpertBody((Gemm(1, True, bias=True, bias_dtype="float32"),), ((0, *WHOLE),), SILU, Gemm(1, True)),
-        "a bias is added in float32",
+        "a bias has another dtype, float32",
     ),
     "one_transposed": (
         ExpertBody((Gemm(1, True), Gemm(1, False)), ((0, *WHOLE), (1, *WHOLE)), SWIGLU, Gemm(1, True)),

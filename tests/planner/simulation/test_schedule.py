@@ -32,7 +32,7 @@ def run_even(schedule, chunks, stages, microbatches, transfer=0.0):
 
 @pytest.mark.parametrize(("schedule", "chunks"), PLAIN)
 def test_bubbles_are_those_of_the_formula(schedule, chunks):
-    """A step takes M + (PP - 1) / chunks micro-batches: Megatron-LM section 2.2, `bubble_of` of `planner.step`."""
+    """A step takes M + (PP - 1) / chunks micro-batches: Megatron-LM section 2.2, `planner.step_formulas`."""
     for stages, microbatches in list_sizes(schedule, chunks):
         found = run_even(schedule, chunks, stages, microbatches).makespan.item()
         assert found == pytest.approx(3 * (microbatches + (stages - 1) / chunks)), (stages, microbatches)
