@@ -274,7 +274,7 @@ def _refuse_unused_choice(chain: list[str], modules: dict[str, nn.Module], candi
     nodes = candidates.calls[chain[0]].outputs
     return Refusal(
         name,
-        "something is selected here, but no parameter was found that contributes to the outputs of some tokens only",
+        "the block selects at this line, but every parameter contributes to the outputs of all tokens",
         source=str(nodes[0].meta["source"]) if nodes else "",
         remedy="if these are experts, they must compute each row by itself, in ops that torch differentiates: no batch "
         "norm in training, no attention among the rows, no autograd.Function",

@@ -36,7 +36,8 @@ def prove(state: ProofState) -> Match:
     the rewrite repeat their checks for all captures. They only save the time of the steps in between.
 
     Raises:
-        Refused: there is none, or some routing, outcome or size changes it without a guard that tells when.
+        Refused: no canonical form exists, or a routing, a branch or a size changes the form and no guard can exclude
+            it.
     """
     capture_first_routings(state)
     run_probes(state, COVERAGE)
@@ -237,7 +238,11 @@ def complete_evidence(state: ProofState) -> list[int]:
         sizes = state.size_choice.choose(max(21, state.max_experts // 4), seed)
         state.evidence.add_unaligned(state.capture_and_lift(Routing(("diverse", "overloaded")[seed % 2], seed), sizes))
         state.align_evidence(len(state.evidence.forms) - 1)
-    raise Refused("no routing was found under which all kinds of experts are used")
+    raise Refused(
+        f"none of {_MAX_EXTRA} more routings uses all {len(state.evidence.reference.groups)} kinds of experts at once",
+        source=str(state.evidence.reference.cut.meta["source"]),
+        remedy="let a call select experts of all kinds",
+    )
 
 
 def _find_complete_captures(state: ProofState) -> list[int]:
@@ -282,8 +287,12 @@ def merge_groups(state: ProofState) -> list[ProvenGroup]:
             tables.append([merged[e] for e in ids])
         merged_groups.append(ProvenGroup(ids, first.body, tables, []))
     owners = [e for group in merged_groups for e in group.ids]
-    if len(set(owners)) != len(owners):
-        raise Refused("an expert computes one function under one routing and another under another")
+    if repeated := sorted({e for e in owners if owners.count(e) > 1}):
+        raise Refused(
+            f"expert {repeated[0]} computes different functions under different routings",
+            source=str(state.evidence.reference.cut.meta["source"]),
+            remedy="select the function of an expert by its number or by the values of a token, not by the routing",
+        )
     return merged_groups
 
 

@@ -98,7 +98,11 @@ class Rewriter:
         """Refuse a program that switches autocast off for its experts, because ops of the dialect follow autocast."""
         for n in self.form.replaced_nodes:
             if get_autocast_dtype() and n.target in CONTRACTIONS and n.meta["autocast"] != get_autocast_dtype():
-                raise Refused("the experts switch autocast off", source=str(n.meta["source"]))
+                raise Refused(
+                    "the experts switch autocast off",
+                    source=str(n.meta["source"]),
+                    remedy="remove torch.autocast(..., enabled=False) around the experts, or cast inside of them",
+                )
 
     def rewrite(self) -> RewriteResult:
         """Build the graph.
@@ -110,7 +114,10 @@ class Rewriter:
         outs = [pytree.tree_flatten(c.out, is_leaf=lambda x: isinstance(x, fx.Node)) for c in captures]
         spec = outs[0][1]
         if any(s != spec for _, s in outs):
-            raise Refused("the structure of the block's result depends on the routing")
+            raise Refused(
+                "the structure of the block's result depends on the routing",
+                remedy="return the same structure of tensors in every call",
+            )
         self._require_autocast()
         effects = self._collect_effects()
         for effect, _ in effects:
@@ -125,7 +132,10 @@ class Rewriter:
         for leaves in aligned_leaves:
             if any(isinstance(leaf, fx.Node) for leaf in leaves):
                 if not all(isinstance(leaf, fx.Node) for leaf in leaves):
-                    raise Refused("whether the block returns a tensor depends on the routing")
+                    raise Refused(
+                        "whether the block returns a tensor depends on the routing",
+                        remedy="return a tensor in every call, such as one of zeros",
+                    )
                 roots.append(AlignedNodes(leaves))
         roots += [aligned for _, leaves in effects for aligned in leaves if isinstance(aligned, AlignedNodes)]
         roots += self._find_inputs_of_cut()

@@ -33,13 +33,8 @@ from tests.models.case import Case
 
 from .mutant import Mutant, list_mutants
 
-SHAPES = (
-    (2, 5),
-    (1, 12),
-    (1, 12),
-    (3, 7),
-    (1, 1),
-)  # a repeated shape shows state from the previous call
+SHAPES = ((2, 5), (1, 12), (1, 12), (3, 7), (1, 1))  # a repeated shape shows state from the previous call
+PROOF_ALONE = moefx.Plan(validation="symbolic")  # the numeric check would refuse a wrong rewrite
 TOLERANCE = 1e-9
 OUTCOMES = Path(__file__).with_name("outcomes.txt")
 SIGNS = {"rewritten": "+", "refused": "-"}
@@ -91,7 +86,7 @@ def compare(case: Case, reference: torch.nn.Module, compiled: torch.nn.Module, t
             assert _attributes(reference) == _attributes(compiled), f"{label}: python attributes differ"
 
 
-def try_mutant(mutant: Mutant, reasons: bool = False, plan: moefx.Plan | None = None) -> Verdict:
+def try_mutant(mutant: Mutant, reasons: bool = False, plan: moefx.Plan = PROOF_ALONE) -> Verdict:
     """Try a mutant; never raises. `reasons`: also explain a refusal, which takes as long as compiling."""
     start = time.perf_counter()
     verdict = Verdict(mutant, "crash")
@@ -203,7 +198,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--check", action="store_true", help="check the suite, not moefx")
     parser.add_argument("--full", action="store_true", help="every mutation in every base, not in two")
     parser.add_argument("--jobs", type=int, default=2, help="worker processes")
-    parser.add_argument("--symbolic", action="store_true", help="without the numeric check inside compile")
+    parser.add_argument(
+        "--checked", action="store_true", help="with the numeric check of compile, which refuses faults"
+    )
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--trace", action="store_true", help="full tracebacks of what is wrong")
     parser.add_argument("--record", action="store_true", help=f"write the outcomes to {OUTCOMES.name}")
@@ -218,7 +215,7 @@ def main(argv: list[str]) -> int:
         problems = check_all(chosen)
         print(*problems, f"{len(chosen)} mutants, {len(problems)} problems", sep="\n")
         return len(problems)
-    plan = moefx.Plan(validation="symbolic") if options.symbolic else None
+    plan = moefx.Plan() if options.checked else PROOF_ALONE
     start, outcomes, found = time.perf_counter(), Counter(), dict[str, str]()
     for verdict in try_all(chosen, options.jobs, reasons=options.show, plan=plan):
         outcomes[verdict.outcome] += 1
