@@ -100,7 +100,7 @@ def test_capacities_hold_for_all_sizes(room):
 SEVERAL = 12
 
 
-class Dozen(Queue):
+class TwelveExperts(Queue):
     """Use a number of experts with an odd factor: few sizes are divisible by it."""
 
     def __init__(self, room):
@@ -119,7 +119,7 @@ class Dozen(Queue):
         return out
 
 
-class Sampled(Dozen):
+class Sampled(TwelveExperts):
     """Use the capacity in a `topk`, so that no comparison shows it."""
 
     def forward(self, x):
@@ -129,7 +129,7 @@ class Sampled(Dozen):
 
 
 @pytest.mark.sampled(12)
-@pytest.mark.parametrize("block", [Dozen, Sampled])
+@pytest.mark.parametrize("block", [TwelveExperts, Sampled])
 @pytest.mark.parametrize(
     "room",
     [

@@ -94,7 +94,7 @@ def test_results_that_are_rounded(rounds, behind):
     check_block(Rounds(rounds, behind))
 
 
-class Sure(Loop):
+class Compared(Loop):
     """Use the weight only in comparisons, so that it gets no gradient."""
 
     def __init__(self, factor):
@@ -108,7 +108,7 @@ class Sure(Loop):
 @pytest.mark.parametrize("factor", [lambda w: w > 0.3, lambda w: torch.where(w > 0.3, 1.0, 0.5)])
 def test_weights_that_are_only_compared(factor):
     torch.manual_seed(0)
-    check_block(Sure(factor))
+    check_block(Compared(factor))
 
 
 class Embedded(nn.Module):

@@ -28,7 +28,7 @@ def x():
     return torch.randn(9, D, dtype=torch.float64, requires_grad=True)
 
 
-class Moody(Loop):
+class ScaledInEval(Loop):
     """Block with another scale in eval mode, for which it is lifted again."""
 
     def forward(self, x):
@@ -47,7 +47,7 @@ def count_calls(compiled):
 
 @pytest.mark.parametrize("validation, checks", [("auto", 1), ("numeric", 1), ("symbolic", 0)])
 def test_later_programs_are_checked_as_the_plan_asks(x, monkeypatch, validation, checks):
-    compiled = moefx.compile(Moody().double(), example_inputs=(x,), plan=moefx.Plan(validation=validation))
+    compiled = moefx.compile(ScaledInEval().double(), example_inputs=(x,), plan=moefx.Plan(validation=validation))
     calls = []
 
     def record(*args):
@@ -60,7 +60,7 @@ def test_later_programs_are_checked_as_the_plan_asks(x, monkeypatch, validation,
 
 
 def test_a_later_program_that_cannot_be_checked_is_reported(x, monkeypatch):
-    _, compiled = build_pair(x, Moody())
+    _, compiled = build_pair(x, ScaledInEval())
     impossible = NumericCheck(True, "could not run: no kernel", was_possible=False)
     monkeypatch.setattr(specialization, "check_numerically", lambda *_: impossible)
     with pytest.warns(UserWarning, match="for a new kind of call without a numeric check.*could not run: no kernel"):
@@ -68,7 +68,7 @@ def test_a_later_program_that_cannot_be_checked_is_reported(x, monkeypatch):
 
 
 def test_recorders_see_their_own_call_only(x):
-    _, compiled = build_pair(x, Moody())
+    _, compiled = build_pair(x, ScaledInEval())
     seen = []
     compiled.gate.register_forward_hook(lambda module, args, out: seen.append(out))
     compiled.eval()(x)
@@ -90,7 +90,7 @@ def test_hooks_of_the_block_run_outside_it(kind, x):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_new_kind_of_call_inside_of_a_checkpoint_equals_the_original(reentrant, x):
-    model, compiled = build_pair(x, Moody())
+    model, compiled = build_pair(x, ScaledInEval())
     results = []
     for m in (model, compiled):
         m.eval()
@@ -102,7 +102,7 @@ def test_a_new_kind_of_call_inside_of_a_checkpoint_equals_the_original(reentrant
 
 
 def test_captures_are_no_flops(x):
-    _, compiled = build_pair(x, Moody())
+    _, compiled = build_pair(x, ScaledInEval())
     compiled.eval()
     flops = []
     for _ in range(2):
@@ -112,7 +112,7 @@ def test_captures_are_no_flops(x):
     assert flops[0] == flops[1] > 0
 
 
-class Fussy(Loop):
+class UncapturableInEval(Loop):
     """Run an operation in eval mode that abstract numbers do not support."""
 
     @staticmethod
@@ -125,7 +125,7 @@ class Fussy(Loop):
 
 
 def test_refused_blocks_run_the_original(x):
-    model, compiled = build_pair(x, Fussy())
+    model, compiled = build_pair(x, UncapturableInEval())
     for m in (model, compiled):
         m.eval()
     torch.testing.assert_close(compiled(x), model(x))
@@ -270,7 +270,7 @@ def test_effects_that_no_graph_repeats_are_refused(kind, why, x):
 def test_one_token_first():
     """Use the token axes of the example: a call with one token does not show them."""
 
-    class Weighted(Moody):
+    class Weighted(ScaledInEval):
         def forward(self, x, mask):
             return super().forward(x.flatten(0, 1)).view_as(x) * mask[..., None]
 
@@ -471,7 +471,7 @@ class WithDropout(Loop):
         return super().forward(self.dropout(x))
 
 
-@pytest.mark.parametrize("kind", [Moody, WithDropout])
+@pytest.mark.parametrize("kind", [ScaledInEval, WithDropout])
 def test_equal_blocks_share_the_program_of_the_other_mode(x, lifts, kind):
     model, compiled = build_pair(x, Layers(kind))
     model.eval(), compiled.eval()
@@ -485,7 +485,7 @@ def test_equal_blocks_share_the_program_of_the_other_mode(x, lifts, kind):
 
 
 def test_a_block_that_no_longer_equals_others_is_lifted_alone(x, lifts):
-    class Scaled(Moody):
+    class Scaled(ScaledInEval):
         factor = 1.0
 
         def __init__(self):
@@ -504,7 +504,7 @@ def test_a_block_that_no_longer_equals_others_is_lifted_alone(x, lifts):
 
 
 def test_a_copy_shares_later_programs(x, lifts):
-    model, compiled = build_pair(x, Layers(Moody))
+    model, compiled = build_pair(x, Layers(ScaledInEval))
     twin = copy.deepcopy(compiled)
     for m in (model, compiled, twin):
         m.eval()
@@ -587,7 +587,7 @@ def test_other_ways_to_read_the_mode(x, kind):
     assert len(moefx.blocks(compiled)[0].forward.programs) == 2
 
 
-class InOtherOrder(Moody):
+class InOtherOrder(ScaledInEval):
     """Reorder experts in eval mode, differently in each block."""
 
     def __init__(self, order):
@@ -663,7 +663,7 @@ def test_threads_that_call_one_compiled_model_at_once(x, hasty_threads):
 
 
 def test_threads_that_share_a_block_lift_it_once(x, hasty_threads, monkeypatch):
-    _, compiled = build_pair(x, Moody())
+    _, compiled = build_pair(x, ScaledInEval())
     lifted = []
     stock = specialization.rewrite_block
     monkeypatch.setattr(specialization, "rewrite_block", lambda *args: (lifted.append(args), stock(*args))[1])

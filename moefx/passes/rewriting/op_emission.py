@@ -73,7 +73,7 @@ class OpEmitter:
         node, axes = self.residual.node(ref.node), ref.axes
         if "s" not in axes:
             return node, axes
-        lengths = [math.prod(li.tokens) // count_sequences(li.capture, li.tokens) for li in match.forms]
+        lengths = [math.prod(form.tokens) // count_sequences(form.capture, form.tokens) for form in match.forms]
         rest = tuple(node.meta["val"].shape[1:])
         length = self.residual.sizes.emit_integer(lengths, str(ref.node.meta["source"]))
         node = self.call(aten.unsqueeze.default, (node, 1))

@@ -190,7 +190,7 @@ class ResidualGraph:
         if values[0].dim() != 1:
             return None
         index, E = self.match.forms[0].expert_index, len(values[0])
-        chosen = [torch.bincount(li.ids[li.ids >= 0], minlength=E) for li in self.match.forms]
+        chosen = [torch.bincount(form.ids[form.ids >= 0], minlength=E) for form in self.match.forms]
         is_load = all(v.shape == c.shape and torch.equal(v.to(c.dtype), c) for v, c in zip(values, chosen, strict=True))
         if not is_load or index.columns or {"m", "s"} & set(index.axes) or index.node not in self.new_nodes:
             return None

@@ -156,7 +156,10 @@ class RoutedSum:
                     aten.expand.default,
                     (
                         self.emit.reshape(node, (1, 1)),
-                        [self.residual.sizes.emit_integer([math.prod(li.tokens) for li in self.match.forms], ""), K],
+                        [
+                            self.residual.sizes.emit_integer([math.prod(form.tokens) for form in self.match.forms], ""),
+                            K,
+                        ],
                     ),
                 )
         out.meta["letters"] = ("S", "K")
@@ -201,7 +204,7 @@ class RoutedSum:
         return self.emit.call(aten.clamp.default, (ids, 0, width - 1)) if may_be_outside else ids
 
     def _has_ids_outside(self, width: int) -> bool:
-        return any(bool((li.ids < 0).any() or (li.ids >= width).any()) for li in self.match.forms)
+        return any(bool((form.ids < 0).any() or (form.ids >= width).any()) for form in self.match.forms)
 
     def _emit_group(self, group: ProvenGroup, ids: fx.Node, keep: fx.Node | None) -> fx.Node:
         if group.ids != list(range(len(group.ids))) or len(self.match.groups) > 1:
@@ -236,7 +239,7 @@ class RoutedSum:
             shifted = self.emit.call(aten.sub.Tensor, (ids, low)) if low else ids
             inside = self.emit.call(aten.lt.Scalar, (shifted, len(group.ids)))
             return self.emit.call(aten.where.ScalarOther, (inside, shifted, -1))
-        table = [-1] * (max(self.match.num_experts, 1 + max(int(li.ids.max()) for li in self.match.forms)))
+        table = [-1] * (max(self.match.num_experts, 1 + max(int(form.ids.max()) for form in self.match.forms)))
         for local, e in enumerate(group.ids):
             table[e] = local
         if self.may_be_outside:  # ids on either side belong to no expert
