@@ -82,7 +82,10 @@ def pipeline(
         chunks: the stages of a rank. None: as many as `split` has, or the fewest that the schedule takes.
         split: "auto": equal times, as the planner predicts them, or equal numbers of layers if it cannot read the
             model; or the name of the list of layers with the number of layers of each stage, {"model.layers": [3, 5]}.
-        data, shard_axes, replicate_axes, mp_policy: as for `parallelize`, over the axes beside "pp".
+        data: as for `parallelize`, over the axes other than "pp".
+        shard_axes: as for `parallelize`.
+        replicate_axes: as for `parallelize`.
+        mp_policy: as for `parallelize`.
         zero: the states that the ranks of a stage share while a step runs, experts' states over the axes beside the
             expert axis. 1: the optimizer's. 2: gradients too, reduced after each micro-batch. 3: parameters too,
             gathered for each forward and backward. None: as in the plan's layout, else 1, or 0 with `data="ddp"`.
