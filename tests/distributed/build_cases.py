@@ -100,7 +100,7 @@ class CollectiveNames(TorchDispatchMode):
 
 
 def count_collectives(pipe: Any, mesh: DeviceMesh) -> tuple[int, int]:
-    """How often a step reduces gradients, and gathers parameters."""
+    """Count the reductions of gradients and the gathers of parameters in a step."""
     number, ranks = find_data_rank(mesh)
     ids, target = (each[number] for each in draw_batch(0, ranks, 8))
     pipe.step(ids, target=target)  # ranks agree on shapes in the first step

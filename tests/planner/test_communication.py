@@ -39,7 +39,7 @@ def test_seconds_are_those_that_dispatch_auto_compares(sizes, num_experts, top_k
 @settings(deadline=None)
 @given(SIZES, st.sampled_from([512, 1024]), st.integers(1, 8))
 def test_rows_over_levels(sizes, num_experts, top_k):
-    """What leaves a rank at any level is all that leaves it, and never more with duplicates taken out."""
+    """Rows per level sum to all rows that leave a rank, and deduplication never adds rows."""
     level = collect_level_values(sizes, ((0.0, 1e-9),) * len(sizes), (0.0, 1e-9))
     found = build_exchange_sheet(len(sizes))(E=num_experts, k=top_k, t=1, w=1, w1=1, w_all=1, **level)
     ranks, places = math.prod(sizes), range(1, len(sizes) + 1)

@@ -1,4 +1,4 @@
-"""What an entry says is what `Ranking.build` passes on, or it raises."""
+"""`Ranking.build` passes on each field of an entry, or raises."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def test_layouts_that_a_model_cannot_have(layout, message):
 @pytest.mark.parametrize("pp", [1, 4])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_parts_that_searches_share_add_up(pp, recompute):
-    """By stage of ZeRO, states of all layouts of so many ranks with what one keeps: as all formulas in one."""
+    """Equal the complete formulas with parts that layouts share: states per ZeRO stage, and saved tensors."""
     model, platform = find_model("deepseek-v3"), PLATFORMS["h200"]
     layout = Layout(pp=pp, tp=4, dp=16, ep=16, ssmb=True, sequences=2, recompute=recompute, microbatches=8)
     for zero, found in evaluate_memory_by_zero(model, layout, platform, (3, 0, 1, 2)):

@@ -71,7 +71,7 @@ def test_the_fast_domain_is_kept():
 
 
 def test_memory_is_that_of_the_dispatch():
-    """Where each of 256 ranks has one expert, flat is as fast as any, and its rows arrive once for each choice."""
+    """Store one row per slot for flat dispatch, which is as fast as any if each of 256 ranks has one expert."""
     ranking = plan("deepseek-v3", "frontier", 512, fast_domain=0)
     flat = [e for e in ranking if e.layout.ep == 256 and e.layout.dispatch == "flat"]
     assert flat
@@ -96,7 +96,7 @@ def test_rejected_layouts_show_the_missing_memory():
 
 
 def every_policy(**ranks):
-    """Of a sequence a micro-batch, those that the search tries."""
+    """Yield all policies with one sequence per micro-batch."""
     for zero, (kept, recompute) in itertools.product((1, 2, 3), (("h", False), ("x", False), ("h", True))):
         yield Layout(**ranks, zero=zero, kept=kept, recompute=recompute, microbatches=1024 // ranks["dp"])
 
@@ -197,13 +197,12 @@ def test_recomputation_takes_longer():
 
 
 def test_no_policy_exchanges_more():
-    """What experts keep is no reason to. Layers that run again as a whole do (below)."""
+    """Exchange the same for all saved tensors; recomputed layers exchange more (below)."""
     assert len({seconds(kept=kept)["T_alltoall"] for kept in ("h", "x", "all")}) == 1
 
 
 def test_bubbles():
-    """Of 1F1B (PP - 1) / M of the step's work (Megatron-LM section 2.2), where the other stage is as long but for the
-    logits."""
+    """1F1B waits (PP - 1) / M of a step (Megatron-LM section 2.2) if stages are equal except for the logits."""
     found = seconds()
     logits = found["n_pass"] * found["T_logits"]
     assert found["T_bubble"] == pytest.approx(found["T_micro"] - logits) and logits > 0
@@ -357,7 +356,7 @@ def test_missing_entries_raise(small):
 
 
 def test_layers_that_run_again_exchange_again():
-    """What they keep is their input alone (memory), so exchanges and all-reduces of the forward are done twice."""
+    """Save only the input of each layer, so that exchanges and all-reduces of the forward run twice."""
     once, again = (seconds(recompute=again) for again in (False, True))
     assert again["T_tp"] == pytest.approx(1.5 * once["T_tp"]) and again["T_gather"] == pytest.approx(
         1.5 * once["T_gather"]

@@ -68,7 +68,7 @@ def test_units_share_their_outgoing_links():
 
 @pytest.mark.parametrize(("ranks", "skew"), [(8, 0.0), (16, 0.0), (16, 1.0), (16, 2.0)])
 def test_drawn_exchanges_keep_their_busiest_link_busy(ranks, skew):
-    """So that fair sharing takes no longer than that link alone."""
+    """Fair sharing takes no longer than the busiest link alone."""
     generator = torch.Generator().manual_seed(0)
     weights = compute_zipf_weights(64, skew)[torch.randperm(64, generator=generator)]
     choices = draw_choices(weights, ranks * 256, 6, generator)
@@ -111,7 +111,7 @@ def test_a_ring_gets_the_share_of_its_ranks():
 
 @pytest.mark.parametrize("members", [2, 4, 8])
 def test_several_rings_use_several_nics(members):
-    """Of n ranks in a node each carries an n-th of what leaves it, unless the node itself is slower."""
+    """Each of n ranks in a node carries 1 / n of the bytes that leave the node, unless the node itself is slower."""
     ranks = [node * 8 + i * 8 // members for node in range(16) for i in range(members)]
     wanted = max(1 / members / 12.5e9, (members - 1) / members / 50e9)
     assert estimate_ring(FRONTIER, ranks) == pytest.approx(wanted)

@@ -33,7 +33,7 @@ def test_a_token_takes_an_expert_once(top_k, skew, seed):
 
 
 def test_popular_experts_are_chosen_by_their_weight():
-    """Of one choice each, n^-skew to its sum; to five standard deviations."""
+    """Select expert n with probability n^-skew / sum, within five standard deviations."""
     tokens, weights = 100_000, compute_zipf_weights(16, 1.0)
     found = draw_choices(weights, tokens, 1, torch.Generator().manual_seed(0))
     counts, wanted = torch.bincount(found[0], minlength=16), weights / weights.sum()
@@ -83,7 +83,7 @@ def test_rows_are_those_of_the_formulas(sizes, num_experts, top_k):
 @given(SIZES, st.integers(1, 6), st.floats(0, 2), st.integers(0, 9))
 @settings(max_examples=30, deadline=None)
 def test_no_row_is_lost(sizes, top_k, skew, seed):
-    """What arrives is what was chosen, whatever the way; hop by hop a rank sends on what it has."""
+    """Every routed row arrives, for each dispatch; hop by hop a rank sends on the rows that it has."""
     ranks, tokens = math.prod(sizes), 17
     num_experts = 6 * ranks
     choices, sources = drawn(sizes, num_experts, top_k, tokens, skew, seed)

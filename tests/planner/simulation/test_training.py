@@ -56,7 +56,7 @@ CASES = [
 
 
 def sampling(model, layout, platform, first):
-    """By how much the busiest of all links and ranks of a stage has more than the mean, in expectation at most.
+    """Return bounds of the expected excess of the busiest link and rank of a stage over the mean.
 
     A link has N rows in the mean. Whether a row goes there are choices of many tokens, and those of one token exclude
     each other, so that the variance is N at most; times the tensor ranks that have the same tokens. The most of n
@@ -101,7 +101,7 @@ def test_formulas_and_events_agree(case):
 
 
 def test_sums_of_a_stage_are_the_formulas():
-    """Of a rank with the mean of choices, whatever is kept and whatever runs again."""
+    """Compare a rank with the mean number of slots, for all policies of saved and recomputed tensors."""
     whole = find_model("qwen3-30b-a3b")
     kinds: list[dict[str, Any]] = [{}, dict(kept="x"), dict(recompute=True), dict(zero=3), dict(kept="all")]
     for more in kinds:
@@ -121,7 +121,7 @@ def test_sums_of_a_stage_are_the_formulas():
 
 
 def test_layers_that_do_not_divide():
-    """Of the model's 61 layers three of 16 stages have 3, the others 4, and only the last one has logits."""
+    """Give three of 16 stages 3 of the 61 layers, the others 4, and logits only to the last."""
     layout = Layout(pp=16, tp=4, dp=16, ep=16, ssmb=True, dispatch="halo", microbatches=64)
     model = find_model("deepseek-v3")
     every = build_stages(model, layout, FRONTIER, True)
@@ -158,7 +158,7 @@ def test_skew_takes_longer():
 
 
 def test_nearly_all_choices_on_one_expert():
-    """Of eight, on as many ranks: the first has 1 of 1 + 2^-4 + 3^-4 + ...; to five standard deviations."""
+    """Send 1 / (1 + 2^-4 + 3^-4 + ...) of the slots to the first of eight ranks, within five standard deviations."""
     model = OLMOE.replace(num_experts=8, top_k=1)
     found = simulate(model, Layout(dp=8, ep=8, dispatch="flat"), DGX, skew=4.0)
     share = 1 / sum(n**-4 for n in range(1, 9))
@@ -203,7 +203,7 @@ def test_the_number_of_threads_is_restored():
 
 
 def test_schedules():
-    """Those with less of a bubble are faster; GPipe and 1F1B differ by transfers alone."""
+    """Schedules with smaller bubbles are faster; GPipe and 1F1B differ only by transfers."""
     model, layout, platform = OLMOE, Layout(pp=4, dp=8, ep=8, microbatches=8, tokens=256), DGX
     found = {
         name: simulate(model, dataclasses.replace(layout, schedule=name, chunks=chunks), platform).components["stages"]
@@ -248,7 +248,7 @@ def test_parts_are_the_step(pp, tp, dp, ep, dispatch, microbatches, skew):
 
 
 def test_packing_takes_time_too():
-    """As the formula: of what a rank sends and receives, a half each."""
+    """Count half of the handling for sent rows and half for received ones, as the formula does."""
     slow, layout = dataclasses.replace(DGX, handling=1e-9), Layout(dp=8, ep=8, tokens=1024)
     found = simulate(OLMOE, layout, slow)
     assert found.components["exchanges"] == pytest.approx(found.formulas["exchanges"], rel=0.05)
