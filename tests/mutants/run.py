@@ -221,6 +221,8 @@ def main(argv: list[str]) -> int:
         outcomes[verdict.outcome] += 1
         if verdict.outcome in SIGNS:
             found[verdict.mutant.name] = verdict.outcome
+            if options.record and len(found) % 20 == 0:
+                record_outcomes(found)
         if options.show or verdict.trace:
             print(verdict, flush=True)
         if verdict.trace and options.trace:
