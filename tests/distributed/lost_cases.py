@@ -103,7 +103,7 @@ def case_different_calls() -> None:
         odd = dist.get_rank() == 1
 
         def check_call_raises(call, compiled=compiled) -> None:
-            others = "ranks 0, 2, 3" if dist.get_rank() == 1 else "rank 1 do"
+            others = "ranks 0, 2, 3" if dist.get_rank() == 1 else "rank 1 run"
             check_raises(call, f"rank {dist.get_rank()} and {others}", error=RanksLost)
             torch.testing.assert_close(compiled(x), block(x))  # all ranks continue
 
