@@ -188,7 +188,7 @@ def format_report(results: PlatformResults, made: Platform) -> str:
 
 
 def _format_device(device: DeviceResults, made: Platform) -> list[str]:
-    lines = [f"{device.name}: {device.memory_bytes / 2**30:.1f} GiB, of which {device.overhead / 2**30:.2f} are taken"]
+    lines = [f"{device.name}: {device.memory_bytes / 2**30:.1f} GiB, {device.overhead / 2**30:.2f} of them in use"]
     lines.append(f"copy        {device.copy / 1e9:9.1f} GB/s, read and written together")
     for group, choose in (("fastest", max), ("slowest", min)):
         gemm = choose(device.gemms, key=lambda g: g.flop / g.seconds)

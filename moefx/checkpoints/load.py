@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..compiled_blocks import unwrap_model
 from ..errors import InvalidCheckpoint
 from ..runtime.ranks.overwrite_detection import SettleOnLoad
 from .derived_buffers import find_meta_buffers, list_derived_names, recompute_buffers
 from .key_conversion import KeyGroup, check_keys, find_transformers_model, group_checkpoint_keys
-from .model_tensors import LocalPart, choose_device, collect_tensors, get_root, list_models, materialize
+from .model_tensors import LocalPart, choose_device, collect_tensors, list_models, materialize
 from .safetensors_files import CheckpointFiles
 from .tensor_regions import RecordedConversion
 
@@ -41,10 +42,11 @@ def load_pretrained(
         The model.
 
     Raises:
+        InvalidInput: `model` is no module.
         InvalidCheckpoint: the folder has no such files; keys are missing or unexpected; shapes differ; names of one
             parameter have different values; or a non-persistent buffer cannot be computed.
     """
-    root = get_root(model)
+    root = unwrap_model(model)
     models = list_models(root)
     transformers_model = find_transformers_model(models)
     tensors = collect_tensors(root)

@@ -52,11 +52,6 @@ class ModelTensors:
     tied: dict[str, str]
 
 
-def get_root(model: nn.Module) -> nn.Module:
-    """Return the model that `torch.compile(model)` wraps."""
-    return getattr(model, "_orig_mod", model)
-
-
 def list_models(root: nn.Module) -> list[nn.Module]:
     """Return the models of this rank's stages, or the model itself."""
     return list(root.stages.values()) if isinstance(root, Pipeline) else [root]

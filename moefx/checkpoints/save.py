@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from ..compiled_blocks import unwrap_model
 from ..errors import InvalidCheckpoint, MoefxError
 from .key_conversion import KeyGroup, find_transformers_model, group_model_names
-from .model_tensors import ModelTensors, collect_tensors, find_group, get_root, list_models
+from .model_tensors import ModelTensors, collect_tensors, find_group, list_models
 from .part_exchange import PartExchange
 from .safetensors_files import (
     SINGLE_FILE,
@@ -47,7 +48,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_sha
         InvalidCheckpoint: a tensor cannot be stored in such files.
         MoefxError: the model is quantized, or another rank failed.
     """
-    root, max_bytes = get_root(model), parse_size(max_shard_size)
+    root, max_bytes = unwrap_model(model), parse_size(max_shard_size)
     transformers_model = find_transformers_model(list_models(root))
     if getattr(transformers_model, "hf_quantizer", None) is not None:
         raise MoefxError("save_pretrained writes models that are not quantized: call the model's own save_pretrained")

@@ -53,7 +53,7 @@ def install_programs(
     Raises:
         InvalidPlan, InvalidInput, Refused: the experts of a block cannot be spread, or the capacity does not fit.
     """
-    survey, plan = lay_out_experts(model, proven), proven.plan
+    survey, plan = _lay_out_experts(model, proven), proven.plan
     reports, failed_guards = list[BlockReport](), dict[str, str]()
     for proven_block in survey.matched:
         block = model.get_submodule(proven_block.names[0])
@@ -90,7 +90,7 @@ def preview_programs(model: nn.Module, proven: AgreedProof) -> Installation:
     return Installation(survey, tuple(reports), gradients)
 
 
-def lay_out_experts(model: nn.Module, proven: AgreedProof) -> Survey:
+def _lay_out_experts(model: nn.Module, proven: AgreedProof) -> Survey:
     """Return the survey with the layout of each block's experts over the mesh, if there is one.
 
     Raises:

@@ -68,7 +68,7 @@ def count_own_bytes(model: nn.Module) -> int:
 
 
 def case_plain_models() -> None:
-    """Separate experts, and stacks of which one has a single dimension, which FSDP shards after the expert axis."""
+    """Load and save separate experts and stacks. FSDP shards a stack of one dimension after the expert axis."""
     example, folders = (torch.zeros(9, D),), {}
     for kind, sizes in (("gated", dict(ep=4)), ("numbered", dict(dp=2, ep=2))):
         original = Model(kind)

@@ -137,7 +137,7 @@ def test_a_choice_may_be_passed_on():
 
 # ---------------------------------------------------------------------- single experts
 class TakeOrLeave(nn.Module):
-    """Select one of two indices, only the first of which has an expert."""
+    """Select one of two indices. Only the first has an expert."""
 
     def __init__(self):
         super().__init__()

@@ -73,7 +73,7 @@ def test_low_wins_over_high():
 @pytest.mark.parametrize("tile", [4, 8, 64])
 @pytest.mark.parametrize("up", [True, False], ids=["up", "down"])
 def test_multiples_of_a_tile(tile, up):
-    """Find `(int(0.9 * T / 4) + 7) // 8 * 8`, of which captures do not show the part after `int`."""
+    """Find `(int(0.9 * T / 4) + 7) // 8 * 8`. Captures do not show the part after `int`."""
     values = [(s, (int(0.9 * s / 4) + (tile - 1 if up else 0)) // tile * tile) for s in TOKENS]
     formula = find_formula([({"S": s}, v) for s, v in values], ["((0.9*S)/4)"], try_linear=False)
     assert formula is not None

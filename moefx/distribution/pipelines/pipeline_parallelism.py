@@ -226,7 +226,8 @@ def _plan_stages(
     """Cut a model into stages, and let the planner decide the fields that the plan leaves open. Collective.
 
     Args:
-        name, counts: what `split` says of the layers, None for what it leaves open.
+        name: the name of the list of layers in `split`; None: find the list.
+        counts: the number of layers of each stage in `split`; None: choose the numbers.
 
     Returns:
         The cut, the plan of this rank, and the planner's decision.

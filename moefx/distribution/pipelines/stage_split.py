@@ -132,7 +132,8 @@ def find_layer_keys(model: nn.Module, name: str | None) -> tuple[str, tuple[str,
         name: the container's name according to `split`; None: find it.
 
     Raises:
-        InvalidPlan: there is no container of this name. InvalidInput: none is found.
+        InvalidPlan: the model has no container of this name.
+        InvalidInput: no container is found.
     """
     layers = find_layers(model) if name is None else name
     try:

@@ -33,7 +33,7 @@ class InPairs(Mixture):
 
 
 class Net(nn.Module):
-    """Mixture between modules, some of which depend on the training mode."""
+    """Put a mixture between modules. Some of these depend on the training mode."""
 
     def __init__(self):
         super().__init__()

@@ -64,7 +64,7 @@ def test_widths_that_are_multiples_of_8(monkeypatch, interleaved, transposed, ke
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("keep", ["h", "x"])
 def test_a_width_that_only_fits_doubled(monkeypatch, interleaved, transposed, keep, configs):
-    """Reject a width of which only both parts together are aligned."""
+    """Reject a width whose parts are aligned only together."""
     names = list_launched(monkeypatch, 132, interleaved, transposed, keep, configs)
     assert not names & {"hopper_up_kernel", "hopper_act_backward_kernel"}
 

@@ -372,7 +372,7 @@ def test_functions_of_ranks_that_are_constant_for_few_tokens(name):
 
 @pytest.mark.exhaustive
 def test_flags_of_counts():
-    """Index flags by counts, of which there are as many as experts."""
+    """Index flags by counts. The vector of counts has one entry per expert."""
 
     class Full(Flagged):
         def forward(self, x):

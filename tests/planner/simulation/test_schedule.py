@@ -24,7 +24,7 @@ def list_sizes(schedule, chunks):
 
 
 def run_even(schedule, chunks, stages, microbatches, transfer=0.0):
-    """Simulate with a forward of 1 and a backward of 2, half of which is for gradients of weights."""
+    """Simulate with a forward of 1 and a backward of 2. Gradients of weights take half of the backward."""
     forward = torch.ones(stages, microbatches, dtype=torch.float64)
     weights = forward if schedule.startswith("zb") else None
     return run_schedule(schedule, forward, 2 * forward, weights, chunks=chunks, transfer=transfer)
