@@ -175,6 +175,10 @@ def _list_layouts(
             if request.batch % dp:
                 _reject(rejected, f"does not divide the batch of {request.batch} sequences", DP=dp)
                 continue
+            if request.batch // dp < pp and "gpipe" not in request.schedules:
+                why = f"fewer micro-batches than stages from a batch of {request.batch}: only gpipe takes them"
+                _reject(rejected, why, PP=pp, DP=dp)
+                continue
             sequences = [b for b in _list_divisors(request.batch // dp) if b <= request.most_sequences]
             for ep in _list_divisors(tp * dp):
                 if model.num_experts % ep:
@@ -197,18 +201,21 @@ def _list_schedules(
 ) -> Iterator[tuple[Schedule, int]]:
     """Yield the (schedule, chunks) that a pipeline can have.
 
-    Megatron-LM's interleaved schedule needs a multiple of the stages as micro-batches (arXiv 2104.04473 section 2.2).
+    The numbers of micro-batches are those that torch's schedules take: any for GPipe, at least one for each stage for
+    1F1B, and a multiple of the stages for the interleaved schedule (Megatron-LM, arXiv 2104.04473 section 2.2) and for
+    zero bubble, which torch interleaves.
     """
     if layout.pp == 1:
         yield "1f1b", 1
         return
+    is_multiple = layout.microbatches % layout.pp == 0
+    takes = {"gpipe": True, "1f1b": layout.microbatches >= layout.pp}
     for schedule in schedules:
-        if schedule != "interleaved":
-            yield schedule, 1
-        elif layout.microbatches % layout.pp == 0:
-            for chunks in (2, 4):
-                if layout.pp * chunks <= model.num_layers:
-                    yield schedule, chunks
+        if not takes.get(schedule, is_multiple):
+            continue
+        for chunks in (2, 4) if schedule == "interleaved" else (1,):
+            if layout.pp * chunks <= model.num_layers:
+                yield schedule, chunks
 
 
 def _reject(rejected: _Reasons, why: str, **sizes: int) -> None:

@@ -80,7 +80,8 @@ class ValueLookup:
             for value in group.values
             for ref in (value.columns or (value,))
         }
-        self.candidates = self._rank_candidates(nodes, inside, weights_per_slot, align_to_last)
+        self._ranked = self._rank_candidates(nodes, inside, weights_per_slot, align_to_last)
+        self.candidates = self._keep_first_of_equals(self._ranked)
         self.hint_drops_slots = hint is not None and not hint.kept_slots.all()
         self._tables: dict[tuple, dict[Term, list[NodeRef]]] = {}
         self._rows: dict[tuple[int, ...], set[Term]] = {}  # by their shape
@@ -88,10 +89,7 @@ class ValueLookup:
     def _rank_candidates(
         self, nodes: list[fx.Node], inside: set[fx.Node], weights_per_slot: bool, align_to_last: bool
     ) -> list[NodeRef]:
-        """List the candidates, the likeliest first.
-
-        Keep the first of equal candidates: each run of a loop may compute `weights[..., None]` again.
-        """
+        """List the candidates, the likeliest first."""
         candidates: list[_Candidate] = []
         for n in nodes:
             for unusual, axes in self._enumerate_axes(tuple(n.meta["val"].shape)):
@@ -100,8 +98,12 @@ class ValueLookup:
                 ref, index = NodeRef(n, axes), n.meta["index"]
                 rank = (ref.position not in self.hint_positions, n in inside, unusual)
                 candidates.append(_Candidate(rank, -index if align_to_last else index, ref))
+        return [ref for _, _, ref in sorted(candidates, key=lambda candidate: candidate[:2])]
+
+    def _keep_first_of_equals(self, refs: list[NodeRef]) -> list[NodeRef]:
+        """Keep the first of equal candidates: each run of a loop may compute `weights[..., None]` again."""
         first: dict[tuple, NodeRef] = {}
-        for _, _, ref in sorted(candidates, key=lambda candidate: candidate[:2]):
+        for ref in refs:
             first.setdefault((self.semantics.term(ref.node), ref.axes, line(ref.node)), ref)
         return list(first.values())
 
@@ -177,10 +179,10 @@ class ValueLookup:
         return self._rows[shape]
 
     def zero_rows(self) -> list[NodeRef]:
-        """List the candidates with one row per token whose rows are all zero."""
+        """List the nodes with one row per token whose rows are all zero, also all of a loop."""
         return [
             ref
-            for ref in self.candidates
+            for ref in self._ranked
             if set(ref.axes) == {"t"}
             and all(
                 (r := self.get_element(ref, t, 0, 0)) is not None and is_const(r, 0) for t in range(self.num_tokens)
