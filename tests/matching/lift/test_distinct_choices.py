@@ -70,7 +70,6 @@ DIFFERENT = {
     "columns": lambda p: (-p).argsort(-1)[:, [3, 0]],
     "split": pick_by_split,
     "unbound": lambda p: torch.stack(pick_best(p).unbind(-1)[::-1], 1),
-    "turned": lambda p: (pick_best(p) + 1) % E,
     "partner": lambda p: torch.cat([pick_best(p, 1), pick_best(p, 1) ^ 1], -1),
     "one or the other": lambda p: torch.where(pick_best(p) > 2, pick_best(p), pick_best(p) * 1),
 }
