@@ -1,11 +1,11 @@
 """Compile one block: from the user's module to its rewritten graph.
 
-| function | steps |
+| function | steps of `compile_steps.COMPILE_STEPS` |
 |---|---|
 | `prove_and_rewrite`, of `proof_attempts` | capture, match, rewrite, for each attempt |
-| `rewrite_block` | these, then `PASSES`: fuse, checkpoint |
+| `rewrite_block` | these, then the passes before the numeric check |
 | `check_numerically`, of `numeric_check` | numeric check |
-| `finish_block` | the passes of `list_later_passes`: capacity, and over a mesh ssmb, collectives, overlap |
+| `finish_block` | the passes after the numeric check |
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-import functools
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -37,11 +36,9 @@ from ..ir.block_graph import BlockGraph
 from ..ir.guards.attribute_reads import AttributeLocation
 from ..ir.passed_objects import PassedObject, is_passed, set_name
 from ..matching.match_result import Match
-from ..passes.capacity_limit import limit_capacity
-from ..passes.checkpoint import set_checkpoint_policy
-from ..passes.fuse import fuse
-from ..passes.pass_manager import Pass, PassManager, get_pass_name
+from ..passes.pass_manager import PassManager
 from ..passes.rewrite import Placeholders, RewriteResult
+from .compile_steps import CHECKPOINT, NUMERIC_CHECK, REWRITE, PassContext, find_level_after, list_passes
 from .proof_attempts import prove_and_rewrite
 
 if TYPE_CHECKING:
@@ -56,7 +53,6 @@ class StandIns(enum.Enum):
     ALL = enum.auto()
 
 
-PASSES = (fuse, set_checkpoint_policy)  # before the numeric check
 T = TypeVar("T")
 
 
@@ -114,8 +110,10 @@ def rewrite_block(
     ms = (time.perf_counter() - start) * 1e3
     passed = tuple(path for path, _ in objects)
     graph = BlockGraph(name, rewritten.graph, Binding((*paths, *passed), passed), rewritten.out_spec)
-    # fuse and checkpoint; every snapshot runs
-    history = PassManager(block).run(graph, PASSES, plan, made_by=rewrite_block, ms=ms, level="dialect")
+    # run the passes before the numeric check; every snapshot runs
+    passes = list_passes(PassContext(block, plan), first=REWRITE, until=NUMERIC_CHECK)
+    level = find_level_after(REWRITE)
+    history = PassManager(block).run(graph, passes, plan, made_by=rewrite_block, ms=ms, level=level)
     return BlockRewrite(match, rewritten, history, skipped, tuple(log))
 
 
@@ -169,14 +167,13 @@ def rewrite_with_objects(
 
 def reapply_checkpoint(block: nn.Module, result: BlockRewrite, plan: Plan) -> BlockRewrite:
     """Run the checkpoint pass and the later ones again, with the policy that the planner has decided."""
-    ran = [snapshot.pass_name for snapshot in result.history]
-    if get_pass_name(set_checkpoint_policy) not in ran:  # `plan.disable`
+    ran = result.history.passes
+    if CHECKPOINT not in ran:  # `plan.disable`
         return result
-    history = dataclasses.replace(
-        result.history, snapshots=result.history.snapshots[: ran.index(get_pass_name(set_checkpoint_policy))]
-    )
-    again = PASSES[PASSES.index(set_checkpoint_policy) :]
-    return dataclasses.replace(result, history=PassManager(block).extend(history, again, plan, level="dialect"))
+    before = dataclasses.replace(result.history, snapshots=result.history.snapshots[: ran.index(CHECKPOINT)])
+    passes = list_passes(PassContext(block, plan), first=CHECKPOINT, until=NUMERIC_CHECK)
+    history = PassManager(block).extend(before, passes, plan, level=find_level_after(REWRITE))
+    return dataclasses.replace(result, history=history)
 
 
 def finish_block(
@@ -199,43 +196,17 @@ def finish_block(
     """
     if keeps_captured:
         result = _keep_captured_graph(result)
-    passes = list_later_passes(block, plan, expert_layout)
-    history = PassManager(block).extend(result.history, passes, plan, level="fused") if passes else result.history
+    history, passes = result.history, list_passes(PassContext(block, plan, expert_layout), first=NUMERIC_CHECK)
+    if passes:
+        history = PassManager(block).extend(history, passes, plan, level=find_level_after(NUMERIC_CHECK))
     match = dataclasses.replace(result.match, without_tokens=expert_layout is not None)
     return dataclasses.replace(result, match=match, history=history)
-
-
-def list_later_passes(block: nn.Module, plan: Plan, expert_layout: ExpertLayout | None) -> list[Pass]:
-    """List the passes after the numeric check, in order."""
-    passes: list[Pass] = [limit_capacity] if plan.capacity_factor is not None else []
-    if expert_layout is None:
-        return passes
-    from ..passes.collectives import insert_collectives  # torch.distributed is not in every build
-    from ..passes.overlap import overlap_exchanges
-    from ..passes.ssmb import shard_sequence
-
-    if expert_layout.sequence is not None:
-        passes.append(functools.partial(shard_sequence, sequence=expert_layout.sequence))
-    insert = functools.partial(
-        insert_collectives,
-        placement=expert_layout.placement,
-        routes=expert_layout.routes,
-        stacked=expert_layout.parameters.stacked,
-        trained=frozenset(name for name, p in block.named_parameters() if p.requires_grad),
-        samples=expert_layout.number,
-    )
-    return [*passes, insert, overlap_exchanges]
 
 
 def _keep_captured_graph(result: BlockRewrite) -> BlockRewrite:
     names = [placeholder_name(path) for path in result.graph.binding.paths]
     captured = build_captured_graph(result.history.name, result.match.forms[0].capture, names)
     return dataclasses.replace(result, history=dataclasses.replace(result.history, captured=captured))
-
-
-def list_optional_passes() -> list[str]:
-    """List the names that `Plan.disable` may contain."""
-    return [*map(get_pass_name, PASSES), "overlap"]
 
 
 def find_argument_paths(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[Path]:
@@ -270,7 +241,6 @@ def find_object_paths(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> 
 
 
 __all__ = [
-    "PASSES",
     "BlockRewrite",
     "find_argument_paths",
     "finish_block",

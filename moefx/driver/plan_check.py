@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from .._plan import Plan
-from ..compiler.block_compiler import list_optional_passes
+from ..compiler.compile_steps import list_optional_passes
 from ..errors import InvalidPlan
 
 _MESH_FIELDS = (

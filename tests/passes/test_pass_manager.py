@@ -11,7 +11,8 @@ from torch.fx import Graph
 
 import moefx
 from moefx import Plan
-from moefx.compiler import block_compiler
+from moefx.compiler import block_compiler, compile_steps
+from moefx.compiler.compile_steps import COMPILE_STEPS, CompileStep
 from moefx.ir.block_graph import BlockGraph
 from moefx.passes.pass_manager import PassError, PassManager, find_pass_location, get_pass_name, graph_pass
 
@@ -219,7 +220,11 @@ class TestPassBehindCheckpoint:
         def count(graph, plan):
             return graph
 
-        monkeypatch.setattr(block_compiler, "PASSES", (*block_compiler.PASSES, count))
+        names = [step.name for step in COMPILE_STEPS]
+        position = names.index("checkpoint") + 1
+        added = CompileStep("count-nodes", "", "fused", count, is_optional=True)
+        steps = (*COMPILE_STEPS[:position], added, *COMPILE_STEPS[position:])
+        monkeypatch.setattr(compile_steps, "COMPILE_STEPS", steps)
 
     def test_passes_run_again_if_the_planner_changes_the_policy(self):
         block = Loop(Mlp)
