@@ -16,7 +16,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 import moefx
-import moefx.compiler.model_proof
+import moefx.compiler.check_policy
 import moefx.compiler.survey
 from moefx.capture.search.block_search import BlockCandidates, SurveyedCall
 from moefx.capture.search.module_structure import compute_signature
@@ -71,7 +71,7 @@ def forget_proofs() -> None:
 
 
 def check_once(block: nn.Module, result: BlockRewrite, name: str, seconds: float) -> NumericCheck:
-    """Replace `model_proof.check_numerically`: return the earlier check of a reused proof."""
+    """Replace `check_policy.check_numerically`: return the earlier check of a reused proof."""
     for proof, check in _CHECKS:
         if proof() is result:
             return check
@@ -88,7 +88,7 @@ def share_proofs() -> mock._patch:
 
 def share_checks() -> mock._patch:
     """Return a context in which reused proofs are not checked numerically again, even with other weights."""
-    return mock.patch.multiple(moefx.compiler.model_proof, check_numerically=check_once)
+    return mock.patch.multiple(moefx.compiler.check_policy, check_numerically=check_once)
 
 
 def _holds_for(proof: _Proof, module: nn.Module, names: dict[AttributeLocation, Any]) -> bool:

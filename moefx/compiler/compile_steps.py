@@ -41,10 +41,11 @@ class Condition:
     """When a step runs: in words, and as a test."""
 
     words: str
-    holds: Callable[[PassContext], bool]
+    holds: Callable[[PassContext], bool] = lambda context: True
 
 
-ALWAYS = Condition("always", lambda context: True)
+ALWAYS = Condition("always")
+BY_POLICY = Condition("as `Plan(validation=...)` says")  # `check_policy` decides
 WITH_CAPACITY = Condition("with `Plan(capacity_factor=...)`", lambda context: context.plan.capacity_factor is not None)
 OVER_MESH = Condition("over a mesh", lambda context: context.expert_layout is not None)
 WITH_SEQUENCE_AXIS = Condition(
@@ -105,7 +106,7 @@ COMPILE_STEPS = (
     CompileStep(REWRITE, "passes/rewrite.py", "dialect"),
     CompileStep("fuse", "passes/fuse.py", "fused", fuse, is_optional=True),
     CompileStep(CHECKPOINT, "passes/checkpoint.py", "fused", set_checkpoint_policy, is_optional=True),
-    CompileStep(NUMERIC_CHECK, "compiler/numeric_check.py"),
+    CompileStep(NUMERIC_CHECK, "compiler/numeric_check.py", when=BY_POLICY),
     CompileStep("limit", "passes/capacity_limit.py", "fused", limit_capacity, WITH_CAPACITY),
     CompileStep("ssmb", "passes/ssmb.py", "distributed", shard_sequence, WITH_SEQUENCE_AXIS, _bind_sequence),
     CompileStep("collectives", "passes/collectives.py", "distributed", insert_collectives, OVER_MESH, _bind_layout),

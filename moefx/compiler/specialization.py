@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -36,9 +35,10 @@ from ..ir.passed_objects import replace_objects
 from ..runtime.block_forward import BlockForward
 from ..runtime.change_detection import ReadAttributes
 from ..runtime.program import Program
+from ..util.user_code import forward_line
 from .block_compiler import BlockRewrite, finish_block, rewrite_block, rewrite_with_objects
+from .check_policy import CheckPolicy
 from .model_proof import quote_name
-from .numeric_check import check_numerically
 from .program_builder import build_program, move_kind
 
 Kinds = tuple[tuple[Path, tuple[Any, ...]], ...]  # paths and kinds of arguments, see `Specialization`
@@ -128,16 +128,13 @@ class LazySpecializer:
                 program = build_program(block, finished, call_args, call_kwargs, call.autocast, attributes_read, tied)
                 if real:
                     _check_admits(block, program, *abstract)
-                if real and self.plan.validation != "symbolic" and expert_layout is None:
-                    check = check_numerically(block, result, forward.name, max(self.plan.validation_seconds, 1.0))
-                    if not check.ok:
-                        raise Refused(check.text)
-                    if not check.was_possible:
-                        warnings.warn(
-                            f"moefx rewrote {quote_name(forward.name)} for a new kind of call without a numeric check, "
-                            f"on the strength of the symbolic proof alone: {check.text}",
-                            stacklevel=2,
-                        )
+                obstacle = "" if real else "the call is only being traced"
+                if expert_layout is not None:
+                    obstacle = "this rank has only a part of the experts"
+                verdict = CheckPolicy(self.plan).check(
+                    lambda: {forward.name: block}, result, obstacle=obstacle, source=forward_line(block)
+                )
+                verdict.warn_if_unchecked(f"{quote_name(forward.name)} for a new kind of call")
         finally:
             forward.counts.original = calls_before  # captures are no calls of the user
         return program.with_arguments(_keep_objects(call.arguments, program)), attributes_read

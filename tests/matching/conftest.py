@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-import moefx.compiler.model_proof
+import moefx.compiler.check_policy
 from moefx.compiler.numeric_check import NumericCheck
 
 
@@ -18,5 +18,5 @@ def _proof_alone(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     passed = NumericCheck(True, "not run by this test")
-    with mock.patch.object(moefx.compiler.model_proof, "check_numerically", lambda *_: passed):
+    with mock.patch.object(moefx.compiler.check_policy, "check_numerically", lambda *_: passed):
         yield

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import moefx
-from moefx.compiler import specialization, survey
+from moefx.compiler import check_policy, specialization, survey
 from moefx.compiler.numeric_check import NumericCheck, check_numerically
 
 from ..blocks import D, E, Loop, Mlp
@@ -54,7 +54,7 @@ def test_later_programs_are_checked_as_the_plan_asks(x, monkeypatch, validation,
         calls.append(args)
         return check_numerically(*args)
 
-    monkeypatch.setattr(specialization, "check_numerically", record)
+    monkeypatch.setattr(check_policy, "check_numerically", record)
     compiled.eval()(x)
     assert count_calls(compiled) == (1, 0) and len(calls) == checks
 
@@ -62,7 +62,7 @@ def test_later_programs_are_checked_as_the_plan_asks(x, monkeypatch, validation,
 def test_a_later_program_that_cannot_be_checked_is_reported(x, monkeypatch):
     _, compiled = build_pair(x, ScaledInEval())
     impossible = NumericCheck(True, "could not run: no kernel", was_possible=False)
-    monkeypatch.setattr(specialization, "check_numerically", lambda *_: impossible)
+    monkeypatch.setattr(check_policy, "check_numerically", lambda *_: impossible)
     with pytest.warns(UserWarning, match="for a new kind of call without a numeric check.*could not run: no kernel"):
         compiled.eval()(x)
 

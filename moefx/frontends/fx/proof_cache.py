@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-import warnings
 from collections import OrderedDict
 from typing import Any
 
@@ -18,7 +17,7 @@ from ...capture.sizes.size_guards import SizeGuard
 from ...capture.worker_thread import run_in_worker
 from ...compiler.block_compiler import BlockRewrite, finish_block, rewrite_block
 from ...compiler.block_report import build_report
-from ...compiler.numeric_check import check_numerically
+from ...compiler.check_policy import CheckPolicy
 from ...compiler.program_builder import build_program
 from ...compiler.survey_result import MatchedBlock
 from ...errors import CaptureError, MoefxError, Refused, summarize_error
@@ -188,24 +187,21 @@ def _find_autocast_dtype(region: ExtractedRegion) -> torch.dtype | None:
 
 
 def _check_numerically(analysis: GraphAnalysis, region: ExtractedRegion, result: BlockRewrite, plan: Plan) -> str:
-    """Run the numeric check. Returns the verdict.
+    """Run the numeric check, if one is due. Returns the verdict.
 
     Raises:
         Refused: the rewrite differs from the region.
     """
-    if plan.validation == "symbolic":
-        return "off (plan.validation)"
     tensors = [analysis.weights[n] for n in region.weights]
-    if any(t.is_meta or type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors):
-        return "skipped, the weights are on the meta device or abstract"
-    check = check_numerically(
-        region.build_module(analysis, real=True), result, region.name, max(plan.validation_seconds, 1.0)
+    is_abstract = any(t.is_meta or type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors)
+    verdict = CheckPolicy(plan).check(
+        lambda: {region.name: region.build_module(analysis, real=True)},
+        result,
+        obstacle="the weights are on the meta device or abstract" if is_abstract else "",
+        source=region.source,
     )
-    if not check.ok:
-        raise Refused(check.text, source=region.source, remedy="please report this model")
-    if not check.was_possible:
-        warnings.warn(f"moefx: {region.name} was rewritten without a numeric check: {check.text}", stacklevel=2)
-    return check.text
+    verdict.warn_if_unchecked(region.name)
+    return verdict.text
 
 
 def forget() -> None:

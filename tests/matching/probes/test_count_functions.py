@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import moefx
-import moefx.compiler.model_proof
+import moefx.compiler.check_policy
 from moefx.compiler.numeric_check import check_numerically
 from moefx.matching import prove
 from moefx.matching.probes.count_functions import vary_count_functions
@@ -128,7 +128,7 @@ def test_saturating_functions_of_counts(name):
 
 def test_the_numeric_check_sees_large_counts(monkeypatch):
     """Refuse the rewrite by the numeric check alone if the probe of counts is missing."""
-    monkeypatch.setattr(moefx.compiler.model_proof, "check_numerically", check_numerically)
+    monkeypatch.setattr(moefx.compiler.check_policy, "check_numerically", check_numerically)
     others = tuple(probe for probe in prove.INTERVENTIONS if probe.run is not vary_count_functions)
     monkeypatch.setattr(prove, "INTERVENTIONS", others)
     with pytest.raises(moefx.NoMoEBlockFound, match="a crowd of tokens"):
