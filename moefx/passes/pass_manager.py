@@ -1,9 +1,9 @@
 """`PassManager`: run passes over a block's graph, check each result, and keep a snapshot of it.
 
 A pass is a pure function `(BlockGraph, plan) -> BlockGraph`. After each pass the manager lints the graph, checks the
-level's ops and dead code, propagates fake values into new nodes, and compares them with the values that the pass
-declares. It records the pass's name, time, added and removed nodes, file and line. A violation is a bug in the pass,
-not in the user's model: it raises a `PassError` that names pass and nodes.
+level's ops and dead code, propagates fake values into new and changed nodes, and compares them with the values that
+the pass declares. It records the pass's name, time, added and removed nodes, file and line. A violation is a bug in the
+pass, not in the user's model: it raises a `PassError` that names pass and nodes.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ from ..inspection.history import History, Snapshot
 from ..ir.block_graph import BlockGraph
 from ..ir.graph_codegen import is_getitem
 from ..ir.graph_levels import LEVELS, find_violations
+from ..ir.node_meta import BlockMeta
 from ..ir.node_values import TensorSpec
 
 Pass = Callable[[BlockGraph, Any], BlockGraph]
 P = TypeVar("P", bound=Pass)
 _PACKAGE = Path(__file__).resolve().parents[1]
+_META_KEYS = tuple(key for key in BlockMeta.__annotations__ if key != "val")
 
 
 class PassError(MoefxError):
@@ -112,27 +114,31 @@ class PassManager:
         return dataclasses.replace(history, snapshots=tuple(snapshots))
 
     def _propagate(self, graph: BlockGraph, before: BlockGraph, name: str) -> None:
-        """Compute fake values of the nodes that a pass made."""
+        """Compute the fake values of nodes that a pass made or changed, and of nodes whose inputs changed."""
         mode = _fake_mode(graph)
         if mode is None:
             return
         old = {node.name: node for node in before.graph.nodes}
         fakes = _Fakes(mode, self.block)
+        changed: set[Node] = set()  # nodes with another shape or dtype than before the pass
         for node in graph.graph.nodes:
-            twin = old.get(node.name)
-            if node.op != "call_function" or (twin is not None and twin.target == node.target and "val" in node.meta):
+            if node.op not in ("call_function", "get_attr"):
                 continue
-            try:
-                value = fakes.evaluate(node)
-            except (DynamicOutputShapeException, DataDependentOutputException):
-                continue  # the shape depends on data
-            except Exception as error:
-                raise PassError(f"pass {name}: {node.format_node()} cannot run: {error}") from error
+            twin = old.get(node.name)
+            is_same = twin is not None and _is_same_call(node, twin) and changed.isdisjoint(node.all_input_nodes)
+            if is_same and ("val" in node.meta or node.op == "get_attr"):
+                continue
+            if twin is not None and node.meta.get("val") is twin.meta.get("val"):
+                node.meta.pop("val", None)  # a copy of the old value: the pass declares none
+            value = fakes.evaluate(node, name) if node.op == "call_function" else fakes.find(node)
+            if twin is None or _shapes(value) != _shapes(twin.meta.get("val")):
+                changed.add(node)
             if value is None:
                 continue
             if (claimed := _shapes(node.meta.get("val"))) and claimed != _shapes(value):
                 raise PassError(f"pass {name}: {node.name} is declared as {claimed} but computes {_shapes(value)}")
-            node.meta.setdefault("val", value)
+            if node.op == "call_function":
+                node.meta.setdefault("val", value)
 
 
 def _enabled(passes: Sequence[Pass], plan: Plan) -> list[Pass]:
@@ -160,23 +166,33 @@ class _Fakes:
     def __init__(self, mode: FakeTensorMode, block: nn.Module | None):
         self.mode, self.block = mode, block
 
-    def evaluate(self, node: Node) -> Any:
-        """Compute a node's fake value; None if an input has none."""
+    def evaluate(self, node: Node, pass_name: str) -> Any:
+        """Compute a node's fake value; None if an input has none, or if its shape depends on data.
+
+        Raises:
+            PassError: the node cannot run.
+        """
         missing = False
 
         def value(argument: Node) -> Any:
             nonlocal missing
-            known = self._known(argument)
+            known = self.find(argument)
             missing = missing or known is None
             return known
 
         args, kwargs = map_arg(node.args, value), map_arg(node.kwargs, value)
         if missing or not callable(node.target) or node.target is setattr:
             return None
-        with self.mode:
-            return node.target(*args, **kwargs)
+        try:
+            with self.mode:
+                return node.target(*args, **kwargs)
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            return None
+        except Exception as error:
+            raise PassError(f"pass {pass_name}: {node.format_node()} cannot run: {error}") from error
 
-    def _known(self, node: Node) -> Any:
+    def find(self, node: Node) -> Any:
+        """Return the known fake value of a node; None if it has none."""
         value = node.meta.get("val")
         if value is None and node.op == "get_attr" and self.block is not None:
             owner, _, name = str(node.target).rpartition(".")
@@ -218,7 +234,23 @@ def _list_counted_nodes(graph: BlockGraph) -> set[tuple[str, Any]]:
 
 
 def _fingerprint(graph: BlockGraph) -> list[tuple[Any, ...]]:
-    return [(n.name, n.op, n.target, n.args, n.kwargs) for n in graph.graph.nodes]
+    """List what a pass must not change in its input: nodes, arguments and `BlockMeta`. Of a value, only shape and dtype
+    count."""
+    return [
+        (n.name, n.op, n.target, n.args, n.kwargs, [n.meta.get(key) for key in _META_KEYS], _shapes(n.meta.get("val")))
+        for n in graph.graph.nodes
+    ]
+
+
+def _is_same_call(node: Node, other: Node) -> bool:
+    """Return whether nodes of two graphs have the same target and arguments; nodes are compared by name."""
+
+    def name_nodes(arguments: Any) -> Any:
+        return map_arg(arguments, lambda argument: f"%{argument.name}")
+
+    return node.target == other.target and name_nodes((node.args, node.kwargs)) == name_nodes(
+        (other.args, other.kwargs)
+    )
 
 
 def _fake_mode(graph: BlockGraph) -> FakeTensorMode | None:

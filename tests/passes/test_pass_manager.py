@@ -110,6 +110,26 @@ def test_a_pass_must_not_change_its_input():
         run([in_place])
 
 
+@pytest.mark.parametrize("key, value", [("letters", ("S", "F")), ("save", True), ("source", "model.py:7")])
+def test_a_pass_must_not_change_the_meta_of_its_input(key, value):
+    def annotate(block, plan):
+        block.find("aten::relu")[0].meta[key] = value
+        return block.copy()
+
+    with pytest.raises(PassError, match="pass annotate changed its input graph"):
+        run([annotate])
+
+
+def test_a_pass_must_not_change_the_values_of_its_input():
+    def resize(block, plan):
+        with FakeTensorMode():
+            block.placeholders[0].meta["val"] = torch.empty(S, D + 1)
+        return block.copy()
+
+    with pytest.raises(PassError, match="pass resize changed its input graph"):
+        run([resize], build_small(fake=True))
+
+
 def test_malformed_graphs_dead_code_and_python_functions_are_bugs():
     def malformed(block, plan):
         block = block.copy()
@@ -152,6 +172,63 @@ def test_fakes_are_propagated_into_new_nodes():
     node = history.graph.find("aten::gelu")[0]
     assert node.meta["val"].shape == (S, D)
     assert "f32[10,8]" in str(history.graph)
+
+
+def narrow(block, plan):
+    return replace_relu(block, aten.narrow.default, 0, 0, 4)
+
+
+def change_arguments(block: BlockGraph, *arguments) -> BlockGraph:
+    """Change the arguments of the node `narrow`, which keeps its name and target."""
+    block = block.copy()
+    (node,) = block.find("aten::narrow")
+    node.args = (node.args[0], *arguments)
+    return block
+
+
+def test_fakes_of_changed_arguments_are_propagated_to_all_users():
+    def double(block, plan):
+        block = block.copy()
+        with block.graph.inserting_before(block.output):
+            block.output.args = (block.graph.call_function(aten.mul.Tensor, (block.output.args[0], 2)),)
+        return block
+
+    def shorten(block, plan):
+        return change_arguments(block, 0, 0, 3)
+
+    history = run([narrow, double, shorten], build_small(fake=True))
+    shapes = [
+        [tuple(node.meta["val"].shape) for node in snapshot.graph.nodes[1:-1]] for snapshot in history.snapshots[1:]
+    ]
+    assert shapes == [[(4, D)], [(4, D), (4, D)], [(3, D), (3, D)]]
+
+
+def test_changed_arguments_that_cannot_run_are_a_bug():
+    def exceed(block, plan):
+        return change_arguments(block, 0, S, 4)
+
+    with pytest.raises(PassError, match=r"pass exceed: .*narrow.* cannot run"):
+        run([narrow, exceed], build_small(fake=True))
+
+
+def test_users_of_changed_nodes_that_cannot_run_are_a_bug():
+    def add(block, plan):
+        block = block.copy()
+        (node,) = block.find("aten::narrow")
+        with block.graph.inserting_before(block.output):
+            block.output.args = (block.graph.call_function(aten.add.Tensor, (node, node)),)
+        return block
+
+    def separate(block, plan):
+        block = change_arguments(block, 1, 0, 4)
+        (total,) = block.find("aten::add")
+        with block.graph.inserting_before(total):
+            other = block.graph.call_function(aten.narrow.default, (block.placeholders[0], 0, 0, 4))
+        total.args = (total.args[0], other)
+        return block
+
+    with pytest.raises(PassError, match=r"pass separate: .*add.* cannot run"):
+        run([narrow, add, separate], build_small(fake=True))
 
 
 def test_passes_may_use_parameters_of_the_block():
