@@ -1,4 +1,4 @@
-"""Decide when a rewrite is checked numerically, and what follows: for `compile`, for later programs and for flat graphs.
+"""Decide when a rewrite is checked numerically, and what follows: for `compile`, later programs and flat graphs.
 
 | case | what follows |
 |---|---|
