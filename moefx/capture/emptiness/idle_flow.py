@@ -9,7 +9,7 @@ and pass them to torch. A plain number that it assigns there depends on the outc
 refused.
 
 Comparisons of a load are an exception, because captures show both outcomes (see `matching.probes.load_comparisons`).
-Their results may be used within the same loop iteration (`LOAD`); in the next iteration they count as outcomes.
+Their results may be used within the same loop iteration (`Kind.LOAD`); in the next iteration they count as outcomes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from .idle_calls import belongs_to_torch
 from .idle_expressions import Expressions
 from .idle_names import root_name
-from .idle_values import BOX, BY_LOAD, BY_OUTCOME, CONSTANT, FREE, LIST, LOAD, NONE, PLAIN, UNKNOWN, Env, Value
+from .idle_values import DecidedBy, Env, Kind, Type, Value
 
 _MAX_PASSES = 6  # over a loop's body
 
@@ -40,13 +40,13 @@ class Flow(Expressions):
             return self.value(function.body, dict(values))
         env = self.run_statements(function.body, dict(values))
         if env is not None and self.returns:
-            self.returns.append((Value("", NONE), self.tested))
+            self.returns.append((Value(type=Type.NONE), self.tested))
         if not self.returns:
-            return Value("", NONE)
+            return Value(type=Type.NONE)
         tested = max(tested for _, tested in self.returns)
-        value = functools.reduce(lambda a, b: a.join(b, tested, ""), [v for v, _ in self.returns])
+        value = functools.reduce(lambda a, b: a.join(b, tested), [v for v, _ in self.returns])
         is_generator = any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in ast.walk(function))
-        return value._replace(type=UNKNOWN) if is_generator and not value.kind else value
+        return value._replace(type=Type.UNKNOWN) if is_generator and not value.kind else value
 
     # ------------------------------------------------------------------ statements
     def run_statements(self, statements: Iterable[ast.stmt], env: Env | None) -> Env | None:
@@ -77,15 +77,17 @@ class Flow(Expressions):
 
     def _augassign(self, s: ast.AugAssign, env: Env) -> Env:
         old, new = self.value(s.target, env), self.value(s.value, env)
-        if isinstance(s.target, ast.Name) and (old.kind == BOX or old.type == LIST):
+        if isinstance(s.target, ast.Name) and (old.kind is Kind.CONTAINER or old.type is Type.LIST):
             if self.tested or new.kind:
-                env[s.target.id] = Value(BOX, new.type if new.kind else _item_type(s.value), frozenset([id(s)]))
+                env[s.target.id] = Value(
+                    Kind.CONTAINER, new.type if new.kind else _item_type(s.value), frozenset([id(s)])
+                )
             return env
         self.store(s.target, self.operation(s, old, new), env, s.value)
         return env
 
     def _return(self, s: ast.Return, env: Env) -> None:
-        value = self.value(s.value, env) if s.value is not None else Value("", NONE)
+        value = self.value(s.value, env) if s.value is not None else Value(type=Type.NONE)
         self.returns.append((value._replace(stamp=frozenset([id(s)])), self.tested))
         self.returned = self.returned or bool(self.tested)
 
@@ -125,7 +127,7 @@ class Flow(Expressions):
         tested = max([self.test(s.subject, env), *guards])
         return self.run_branches(tested, [*[case.body for case in s.cases], []], env)
 
-    def run_branches(self, tested: int, several: list[list[ast.stmt]], env: Env) -> Env | None:
+    def run_branches(self, tested: DecidedBy, several: list[list[ast.stmt]], env: Env) -> Env | None:
         """Run the alternatives of a test of kind `tested`, and join them. Returns None if all ends are unreachable."""
         before = self.tested
         ends = []
@@ -134,19 +136,24 @@ class Flow(Expressions):
             ends.append((self.run_statements(statements, dict(env)), self.tested))
         left = [end for end, _ in ends if end is not None]
         # later statements run only if no branch has left the loop or the function by an outcome
-        inner = FREE if tested else max((by for end, by in ends if end is not None), default=FREE)
-        self.tested = max(before, inner, tested if 0 < len(left) < len(ends) else FREE)
+        inner = DecidedBy.NOTHING
+        if not tested:
+            inner = max((by for end, by in ends if end is not None), default=DecidedBy.NOTHING)
+        self.tested = max(before, inner, tested if 0 < len(left) < len(ends) else DecidedBy.NOTHING)
         return functools.reduce(lambda a, b: self.join(a, b, max(tested, inner)), left) if left else None
 
     def _for(self, s: ast.For, env: Env) -> Env | None:
-        return self.run_loop(s, env, lambda e: BY_OUTCOME if self.bind(s.target, s.iter, e) else FREE)
+        def start(names: Env) -> DecidedBy:
+            return DecidedBy.OUTCOMES if self.bind(s.target, s.iter, names) else DecidedBy.NOTHING
+
+        return self.run_loop(s, env, start)
 
     _asyncfor = _for
 
     def _while(self, s: ast.While, env: Env) -> Env | None:
         return self.run_loop(s, env, lambda e: self.test(s.test, e))
 
-    def run_loop(self, s: Any, env: Env, start: Callable[[Env], int]) -> Env | None:
+    def run_loop(self, s: Any, env: Env, start: Callable[[Env], DecidedBy]) -> Env | None:
         """Run a loop until its names no longer change. None if the statements behind it are unreachable.
 
         Args:
@@ -154,36 +161,36 @@ class Flow(Expressions):
         """
         before, outer, head = self.tested, self.exits, env
         is_left = False  # by a break under an outcome
-        breaks: list[tuple[Env, int]] = []
+        breaks: list[tuple[Env, DecidedBy]] = []
         for _ in range(_MAX_PASSES):
             self.exits, iteration = [], dict(head)
             decided = start(iteration)
-            after = (
-                dict if decided == BY_LOAD else _end_iteration
-            )  # a loop over one expert's rows stays in its iteration
-            self.tested = max(before, decided, BY_OUTCOME if is_left else FREE)
+            # a loop over one expert's rows stays in its iteration
+            after = dict if decided is DecidedBy.LOAD else _end_iteration
+            self.tested = max(before, decided, DecidedBy.OUTCOMES if is_left else DecidedBy.NOTHING)
             end = self.run_statements(s.body, iteration)
             ends = [(end, self.tested)] if end is not None else []
             ends += [(e, by) for kind, e, by in self.exits if kind == "continue"]
             breaks = [(after(e), by) for kind, e, by in self.exits if kind == "break"]
             is_left = is_left or any(by for _, by in breaks) or self.returned
             outer += [e for e in self.exits if e[0] == "raise"]
-            skips = max((by for _, by in ends), default=FREE)
+            skips = max((by for _, by in ends), default=DecidedBy.NOTHING)
             new = functools.reduce(lambda a, b: self.join(a, b, skips), [e for e, _ in ends]) if ends else head
-            new = self.join(head, after(new), BY_OUTCOME if is_left else decided)
+            new = self.join(head, after(new), DecidedBy.OUTCOMES if is_left else decided)
             if new == head:
                 break
             head = new
-        self.exits, self.tested = outer, max(before, BY_OUTCOME if is_left else FREE)
+        self.exits, self.tested = outer, max(before, DecidedBy.OUTCOMES if is_left else DecidedBy.NOTHING)
         end = self.run_statements(s.orelse, dict(head))
-        self.tested = BY_OUTCOME if self.returned else before
+        self.tested = DecidedBy.OUTCOMES if self.returned else before
         left = [e for e in (end, *[e for e, _ in breaks]) if e is not None]
-        return functools.reduce(lambda a, b: self.join(a, b, BY_OUTCOME if is_left else FREE), left) if left else None
+        ended_by = DecidedBy.OUTCOMES if is_left else DecidedBy.NOTHING
+        return functools.reduce(lambda a, b: self.join(a, b, ended_by), left) if left else None
 
     def _try(self, s: ast.Try, env: Env) -> Env | None:
         outer, self.exits, before = self.exits, [], self.tested
         end = self.run_statements(s.body, dict(env))
-        raised = max((by for kind, _, by in self.exits if kind == "raise"), default=FREE)
+        raised = max((by for kind, _, by in self.exits if kind == "raise"), default=DecidedBy.NOTHING)
         self.exits = outer + [e for e in self.exits if e[0] != "raise" or not s.handlers]
         if end is not None:
             end = self.run_statements(s.orelse, end)
@@ -193,7 +200,7 @@ class Flow(Expressions):
             middle = self.join(env, end, raised) if end is not None else env
             if (caught := self.run_statements(handler.body, dict(middle))) is not None:
                 ends.append(caught)
-        self.tested = BY_OUTCOME if self.returned else before
+        self.tested = DecidedBy.OUTCOMES if self.returned else before
         env_after = functools.reduce(lambda a, b: self.join(a, b, raised), ends) if ends else None
         if s.finalbody:
             left = self.exits[len(outer) :]  # exits run the `finally`, too
@@ -201,7 +208,7 @@ class Flow(Expressions):
             self.tested = max([self.tested, *[by for _, by in ends]])
             joined = functools.reduce(lambda a, b: self.join(a, b, self.tested), [e for e, _ in ends] or [dict(env)])
             after = self.run_statements(s.finalbody, joined)
-            self.tested = BY_OUTCOME if self.returned else before
+            self.tested = DecidedBy.OUTCOMES if self.returned else before
             if after is None:
                 return None
             self.exits[len(outer) :] = [(kind, after, by) for kind, _, by in left]
@@ -231,7 +238,7 @@ class Flow(Expressions):
             self.report_escape(s)
         return env
 
-    def join(self, a: Env, b: Env, tested: int) -> Env:
+    def join(self, a: Env, b: Env, tested: DecidedBy) -> Env:
         if a is b:
             return a
         joined = {}
@@ -245,12 +252,14 @@ class Flow(Expressions):
 
 def _end_iteration(env: Env) -> Env:
     """Return the names for the next expert, where values computed from a load count as outcomes."""
-    return {name: value._replace(kind=PLAIN) if value.kind == LOAD else value for name, value in env.items()}
+    return {
+        name: value._replace(kind=Kind.COMPUTED) if value.kind is Kind.LOAD else value for name, value in env.items()
+    }
 
 
-def _item_type(node: ast.AST) -> str:
+def _item_type(node: ast.AST) -> Type:
     items = getattr(node, "elts", [])
-    return CONSTANT if items and all(isinstance(i, ast.Constant) for i in items) else UNKNOWN
+    return Type.CONSTANT if items and all(isinstance(i, ast.Constant) for i in items) else Type.UNKNOWN
 
 
 def bind_parameters(function: Any, values: list[Value], has_self: bool) -> dict[str, Value]:

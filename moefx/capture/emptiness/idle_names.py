@@ -10,24 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from .idle_values import (
-    BOX,
-    BOXES,
-    CONSTANT,
-    FREE,
-    LIST,
-    LOAD,
-    NONE,
-    OPTION,
-    PLAIN,
-    TENSOR,
-    TEST,
-    TESTS,
-    UNKNOWN,
-    Env,
-    Value,
-    find_type,
-)
+from .idle_values import DecidedBy, Env, Kind, Type, Value, find_type
 
 
 class Names:
@@ -37,12 +20,12 @@ class Names:
         events: the values of emptiness tests.
         names: objects that the local names had while the function ran.
         outer_names: the globals of its module.
-        call: analyses another function, given the function, the values of its arguments, whether an outcome decides
-            that it runs, and the names here, which a nested function sees.
+        call: analyses another function, given the function, the values of its arguments, what decides that it runs,
+            and the names here, which a nested function sees.
 
     Attributes:
         escapes: expressions that decide by an outcome more than to skip an expert. An ordered set.
-        tested: whether an outcome decides that the current statement runs.
+        tested: what decides that the current statement runs.
         exits: the names at each `continue`, `break` and `raise`.
         returned: whether a `return` was under a test.
         outer: names declared global or nonlocal.
@@ -54,13 +37,13 @@ class Names:
         events: Mapping[ast.AST, Value],
         names: Mapping[str, list[Any]],
         outer_names: Mapping[str, Any],
-        call: Callable[[Any, list[Any], int, Env], Any],
+        call: Callable[[Any, list[Any], DecidedBy, Env], Any],
     ):
         self.events, self.names, self.outer_names, self.call = events, names, outer_names, call
         self.escapes: dict[ast.AST, None] = {}
-        self.returns: list[tuple[Value, int]] = []
-        self.tested = FREE
-        self.exits: list[tuple[str, Env, int]] = []
+        self.returns: list[tuple[Value, DecidedBy]] = []
+        self.tested = DecidedBy.NOTHING
+        self.exits: list[tuple[str, Env, DecidedBy]] = []
         self.returned = False
         self.outer: set[str] = set()
         self.function_name, self.owner_name = "", ""
@@ -74,14 +57,16 @@ class Names:
         """Note that an expression decides by an outcome more than to skip an expert."""
         self.escapes[node] = None
 
-    def type_seen(self, name: str) -> str:
+    def type_seen(self, name: str) -> Type:
         """Return the common type of the objects that a name had. Symbolic and routed numbers count as tensors."""
         held = self.names.get(name) or [self.outer_names.get(name)]
-        types = {find_type(v) for v in held} - {NONE}
-        return types.pop() if len(types) == 1 else TENSOR if types == {TENSOR, CONSTANT} else UNKNOWN
+        types = {find_type(v) for v in held} - {Type.NONE}
+        if types == {Type.TENSOR, Type.CONSTANT}:
+            return Type.TENSOR
+        return types.pop() if len(types) == 1 else Type.UNKNOWN
 
     def seen(self, name: str) -> Value:
-        return Value("", self.type_seen(name))
+        return Value(type=self.type_seen(name))
 
     def object_of(self, node: ast.AST) -> Any:
         """Return the object of a name or an attribute, if a capture recorded it."""
@@ -119,40 +104,43 @@ class Names:
     def store(self, target: ast.AST, value: Value, env: Env, source: ast.AST) -> None:
         self.share(source, target, env)
         if isinstance(target, ast.Name):
-            if target.id in self.outer and (value.kind or (self.tested and value.type != TENSOR)):
+            if target.id in self.outer and (value.kind or (self.tested and value.type is not Type.TENSOR)):
                 self.report_escape(target)
-            type_ = self.type_seen(target.id) if value.type == UNKNOWN and not value.kind else value.type
+            type_ = self.type_seen(target.id) if value.type is Type.UNKNOWN and not value.kind else value.type
             env[target.id] = value._replace(type=type_, stamp=frozenset([id(target)]))
         elif isinstance(target, ast.Starred):
             self.store(target.value, value, env, source)
         elif isinstance(target, (ast.Tuple, ast.List)):
             parts = value.parts if len(value.parts) == len(target.elts) else None
             for i, one in enumerate(target.elts):
-                kind = {BOX: PLAIN, TESTS: TEST, BOXES: BOX}.get(value.kind, value.kind)
-                type_ = TENSOR if value.type == TENSOR else UNKNOWN
+                # a target gets no item if a container of variable length is too short
+                kind = Kind.COMPUTED if value.kind is Kind.CONTAINER else value.kind.item or value.kind
+                type_ = Type.TENSOR if value.type is Type.TENSOR else Type.UNKNOWN
                 self.store(one, parts[i] if parts else Value(kind, type_), env, source)
         elif isinstance(target, ast.Attribute):
-            is_kept = value.type == TENSOR and isinstance(self.object_of(target.value), nn.Module)
-            if value.kind not in ("", OPTION) or (self.tested and not is_kept):
+            is_kept = value.type is Type.TENSOR and isinstance(self.object_of(target.value), nn.Module)
+            if value.kind not in (Kind.INDEPENDENT, Kind.OPTIONAL_TENSOR) or (self.tested and not is_kept):
                 self.report_escape(target)
         elif isinstance(target, ast.Subscript):
             index, base = self.value(target.slice, env), self.value(target.value, env)
-            is_container = base.kind in (BOX, TESTS, BOXES) or base.type == LIST
+            is_container = base.kind.is_container or base.type is Type.LIST
             if target in self.events:  # at a routed number
                 self.mark(target.value, env, value, True)
             elif is_container and (self.tested or value.kind or index.kind):
                 self.mark(target.value, env, value)
             elif (
-                value.kind in (PLAIN, TEST, TESTS)
-                or index.kind in (PLAIN, TEST)
-                or (self.tested and base.type != TENSOR)
+                value.kind.is_number
+                or value.kind is Kind.OUTCOME_LIST
+                or index.kind.is_number
+                or (self.tested and base.type is not Type.TENSOR)
             ):
                 self.report_escape(target)
 
     def share(self, source: ast.AST, target: ast.AST, env: Env) -> None:
         """Note containers that get another name, directly or by a method (`note = seen.add`)."""
         owner = source.value if isinstance(source, ast.Attribute) else source
-        if any(isinstance(n, (ast.Name, ast.Attribute)) and self.value(n, env).type == LIST for n in (source, owner)):
+        names = [n for n in (source, owner) if isinstance(n, (ast.Name, ast.Attribute))]
+        if any(self.value(n, env).type is Type.LIST for n in names):
             self.shared |= {root_name(source), *([target.id] if isinstance(target, ast.Name) else [])}
 
     def mark(self, container: ast.AST, env: Env, item: Value, is_decided: bool = False) -> None:
@@ -161,13 +149,14 @@ class Names:
         Args:
             is_decided: whether the fill itself depends on outcomes, not only its item.
         """
-        kind = BOX if self.tested or is_decided or item.kind not in (TEST, PLAIN, LOAD) else TESTS
+        has_outcome = item.kind.is_number or item.kind is Kind.LOAD
+        kind = Kind.OUTCOME_LIST if has_outcome and not self.tested and not is_decided else Kind.CONTAINER
         if isinstance(container, ast.Name) and container.id in self.shared:
             self.report_escape(container)  # it may be read under another name
             return
         while isinstance(container, (ast.Subscript, ast.Call, ast.Attribute)):
             if isinstance(container, ast.Subscript):
-                kind = BOXES
+                kind = Kind.CONTAINER_LIST
             elif isinstance(container, ast.Attribute):  # an attribute may be read elsewhere
                 self.report_escape(container)
                 return
@@ -175,7 +164,8 @@ class Names:
                 container.func, ast.Attribute) else getattr(container, "value", ast.Constant(None))  # fmt: skip
         if isinstance(container, ast.Name):
             old = env.get(container.id, Value())
-            type_ = CONSTANT if CONSTANT in (item.type, old.type if old.kind else "") else item.type
+            is_constant = Type.CONSTANT in (item.type, old.type if old.kind else item.type)
+            type_ = Type.CONSTANT if is_constant else item.type
             env[container.id] = Value(kind, type_, old.stamp | {id(container)})
 
     def bind(self, target: ast.AST, source: ast.AST, env: Env) -> bool:
@@ -185,23 +175,27 @@ class Names:
         is_event = source in self.events
         if called == "enumerate" and len(parts) == 2 and source.args and not is_event:  # type: ignore[attr-defined]
             is_decided = self.bind(parts[1], source.args[0], env)  # type: ignore[attr-defined]
-            self.store(parts[0], Value(PLAIN if is_decided else "", CONSTANT), env, source)
+            self.store(parts[0], Value(Kind.COMPUTED if is_decided else Kind.INDEPENDENT, Type.CONSTANT), env, source)
             return is_decided
         if called == "zip" and len(parts) == len(source.args) and not is_event:  # type: ignore[attr-defined]
             return any([self.bind(p, a, env) for p, a in zip(parts, source.args, strict=True)])  # type: ignore
         value = self.value(source, env)
-        if value.kind == PLAIN:
+        if value.kind is Kind.COMPUTED:
             self.report_escape(source)
-        if name_of(getattr(source, "func", source)) == "items" and len(parts) == 2 and value.kind == BOXES:
-            self.store(parts[0], Value("", CONSTANT), env, source)
-            self.store(parts[1], Value(BOX, value.type), env, source)
+        if (
+            name_of(getattr(source, "func", source)) == "items"
+            and len(parts) == 2
+            and value.kind is Kind.CONTAINER_LIST
+        ):
+            self.store(parts[0], Value(type=Type.CONSTANT), env, source)
+            self.store(parts[1], Value(Kind.CONTAINER, value.type), env, source)
             return is_event
-        kind = {TESTS: TEST, BOXES: BOX}.get(value.kind, "")
-        type_ = CONSTANT if called == "range" else value.type if value.kind or value.type == TENSOR else UNKNOWN
-        if isinstance(target, ast.Name) and type_ == UNKNOWN:
+        is_known = value.kind or value.type is Type.TENSOR
+        type_ = Type.CONSTANT if called == "range" else value.type if is_known else Type.UNKNOWN
+        if isinstance(target, ast.Name) and type_ is Type.UNKNOWN:
             type_ = self.type_seen(target.id)
-        self.store(target, Value(kind, type_), env, source)
-        return value.kind == BOX or is_event
+        self.store(target, Value(value.kind.item, type_), env, source)
+        return value.kind is Kind.CONTAINER or is_event
 
 
 def name_of(function: ast.AST) -> str:

@@ -22,7 +22,7 @@ from ..code_locations import Source, find_user_opcode, iterate_user_frames
 from .idle_calls import CONTAINERS
 from .idle_flow import Flow, bind_parameters
 from .idle_names import name_of
-from .idle_values import BOX, FREE, LOAD, OPTION, TEST, UNKNOWN, Value
+from .idle_values import DecidedBy, Kind, Type, Value
 
 # Kinds of emptiness tests. BOOLEAN: a boolean tells whether an expert has tokens. TRUTH: the truth of a number or
 # tensor tells it. ROWS: a list or a loop is as long as an expert's rows. KEYS: a routed number is the key of a
@@ -138,25 +138,25 @@ def _list_events(node: ast.AST | None, kind: str) -> dict[ast.expr, Value]:
         return {}
     if kind == TRUTH:
         nodes = _list_tests(node) or ([node] if isinstance(node, ast.expr) else [])
-        return dict.fromkeys(nodes, Value(TRUTH))
-    box = Value(BOX, "constant" if kind == KEYS else UNKNOWN)
+        return dict.fromkeys(nodes, Value(Kind.TRUTH))
+    container = Value(Kind.CONTAINER, Type.CONSTANT if kind == KEYS else Type.UNKNOWN)
     if isinstance(node, (ast.For, ast.AsyncFor)):
-        return {node.iter: box}
+        return {node.iter: container}
     if isinstance(node, _COMPREHENSIONS) and kind != KEYS:
-        return {g.iter: box for g in node.generators}
+        return {g.iter: container for g in node.generators}
     called = _called_name(node)
     if kind == KEYS:
         is_kept = isinstance(node, (ast.SetComp, ast.DictComp, ast.Set, ast.Dict)) or called in _KEYED_CALLS
         is_filled = isinstance(node, ast.Subscript) or called in _KEYED_FILLS
-        return {node: box} if is_kept else {node: Value(KEYS)} if is_filled else {}  # type: ignore[dict-item]
+        return {node: container} if is_kept else {node: Value(Kind.ROUTED_KEY)} if is_filled else {}  # type: ignore[dict-item]
     if (
         isinstance(node, ast.Subscript)
         or (kind in (BOOLEAN, LOADS) and called in _LOOKUPS)
         or not isinstance(node, ast.expr)
     ):
         return {}
-    outcome = LOAD if kind == LOADS and isinstance(node, ast.Compare) else TEST
-    return {node: box if kind == ROWS or called == "groupby" else Value(outcome, "constant")}
+    outcome = Kind.LOAD if kind == LOADS and isinstance(node, ast.Compare) else Kind.OUTCOME
+    return {node: container if kind == ROWS or called == "groupby" else Value(outcome, Type.CONSTANT)}
 
 
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
@@ -215,7 +215,7 @@ class _Analysis:
                 known = self.events.setdefault(self._owner(code, node, calls[0]), {})
                 before = known.get(node)
                 # a comparison of a load may also test for any rows: `start < n`, for a start of 0
-                if before is None or (kind not in (TRUTH, KEYS) and before.kind != LOAD):
+                if before is None or (kind not in (TRUTH, KEYS) and before.kind is not Kind.LOAD):
                     known[node] = value
         for _ in range(_MAX_ROUNDS):
             before = {owner: dict(events) for owner, events in self.events.items()}
@@ -257,7 +257,7 @@ class _Analysis:
                     return
                 value = value._replace(stamp=frozenset())
                 if isinstance(inner, ast.Lambda) and _called_name(node) in CONTAINERS:
-                    value = Value(BOX, "constant")  # an item or none for each outcome
+                    value = Value(Kind.CONTAINER, Type.CONSTANT)  # an item or none for each outcome
                 self.events.setdefault(outer, {})[node] = value
             if outer is None:
                 return
@@ -269,7 +269,7 @@ class _Analysis:
         self,
         function: ast.AST,
         arguments: Mapping[str, Value],
-        tested: int = FREE,
+        tested: DecidedBy = DecidedBy.NOTHING,
         called: types.FunctionType | None = None,
         owner: Any = None,
     ) -> Value:
@@ -297,7 +297,7 @@ class _Analysis:
             self.escapes.setdefault(node, self.files.get(function, "?"))
         return value
 
-    def _call(self, function: Any, values: list[Value], tested: int, env: Mapping[str, Value]) -> Value | None:
+    def _call(self, function: Any, values: list[Value], tested: DecidedBy, env: Mapping[str, Value]) -> Value | None:
         """Return the value of a call of a user's function; None if its source is unknown."""
         owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
         has_self = isinstance(function, (nn.Module, types.MethodType))
@@ -336,7 +336,9 @@ def _is_remembered(value: Value) -> bool:
     """Return whether a returned value tells the caller of the block which experts have tokens."""
     if value.parts:
         return any(map(_is_remembered, value.parts))
-    return value.kind not in ("", OPTION) and (value.kind != BOX or value.type == "constant")
+    return value.kind not in (Kind.INDEPENDENT, Kind.OPTIONAL_TENSOR) and (
+        value.kind is not Kind.CONTAINER or value.type is Type.CONSTANT
+    )
 
 
 def _is_call_of(call: ast.AST | None, function: ast.AST) -> bool:
