@@ -39,6 +39,7 @@ def prove(state: ProofState) -> Match:
         Refused: no canonical form exists, or a routing, a branch or a size changes the form and no guard can exclude
             it.
     """
+    state.evidence.postpone_comparison()  # `align_with_richest` compares them with the richest one
     capture_first_routings(state)
     run_probes(state, COVERAGE)
     align_with_richest(state)
@@ -88,14 +89,14 @@ def _capture_reference(state: ProofState, tokens: int) -> None:
         if not has_sequence_choices(first) or not state.size_choice.satisfies_restrictions(sizes):
             raise
         form = state.lift_first(state.capture(Routing("diverse", 0), sizes))
-    state.evidence.add_unaligned(form)
+    state.evidence.add(form)
     _try_larger_flags(state, sizes)
 
 
 def _capture_contrast(state: ProofState, kind: RoutingKind, variant: int, tokens: int) -> None:
     """Capture and lift about `tokens` tokens under another routing than that of the reference."""
     sizes = state.size_choice.choose(tokens, variant)
-    state.evidence.add_unaligned(_lift_routing(state, kind, variant, sizes))
+    state.evidence.add(_lift_routing(state, kind, variant, sizes))
 
 
 def _try_larger_flags(state: ProofState, sizes: dict[str, int]) -> None:
@@ -236,8 +237,8 @@ def complete_evidence(state: ProofState) -> list[int]:
         if len(complete) >= 3 and _do_sizes_vary(state, complete):
             return complete
         sizes = state.size_choice.choose(max(21, state.max_experts // 4), seed)
-        state.evidence.add_unaligned(state.capture_and_lift(Routing(("diverse", "overloaded")[seed % 2], seed), sizes))
-        state.align_evidence(len(state.evidence.forms) - 1)
+        form = state.capture_and_lift(Routing(("diverse", "overloaded")[seed % 2], seed), sizes)
+        state.evidence.add(state.align_form(form), is_aligned=True)
     raise Refused(
         f"none of {_MAX_EXTRA} more routings uses all {len(state.evidence.reference.groups)} kinds of experts at once",
         source=str(state.evidence.reference.cut.meta["source"]),

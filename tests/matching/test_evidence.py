@@ -11,9 +11,10 @@ from .test_proof_state import GUARD, Small, lift, new_state
 
 def test_evidence_keeps_its_order_and_sizes():
     state = new_state()
+    state.evidence.postpone_comparison()
     forms = [lift(state, seed, tokens) for seed, tokens in enumerate((12, 9))]
     for form in forms:
-        state.evidence.add_unaligned(form)
+        state.evidence.add(form)
     assert [len(form.ids) for form in state.evidence.forms] == [12, 9] and state.evidence.sizes == ({"S": 12}, {"S": 9})
     assert state.evidence.reference.capture is forms[0].capture and state.evidence.seen_experts == {0, 1, 2}
     state.evidence.set_reference(1)
@@ -23,24 +24,28 @@ def test_evidence_keeps_its_order_and_sizes():
 def test_evidence_that_is_dropped_leaves_its_guard():
     state = new_state()
     form = lift(state)
-    state.evidence.add_unaligned(form)
-    state.evidence.add(form, GUARD)
+    state.evidence.add(form)
+    state.evidence.add(form, optional=GUARD)
     assert form.optional_guard is None  # the form itself is unchanged
     assert state.evidence.drop(1) == GUARD
     assert len(state.evidence.forms) == len(state.evidence.sizes) == 1
 
 
 def test_forms_are_compared_from_their_alignment_on():
-    state = new_state()
-    state.evidence.add_unaligned(lift(state))
-    assert state.evidence.add(lift(state, seed=1)) is state.evidence.forms[1]  # a form agrees with itself
-    state.evidence.add_unaligned(lift(state, seed=2))
-    with pytest.raises(AssertionError):
-        state.evidence.add(lift(state, seed=3))
-    state.align_evidence()
+    state, other = new_state(), lift(new_state(Small(k=1)))
+    state.evidence.postpone_comparison()
+    state.evidence.add(lift(state))
+    state.evidence.add(other)
     with pytest.raises(Refused, match="the number of slots per token"):
-        state.evidence.add(lift(new_state(Small(k=1))))
-    assert len(state.evidence.forms) == 3
+        state.align_evidence()
+    state = new_state()
+    state.evidence.add(lift(state))
+    assert state.evidence.add(lift(state, seed=1)) is state.evidence.forms[1]
+    with pytest.raises(Refused, match="the number of slots per token"):
+        state.evidence.add(other)
+    with pytest.raises(AssertionError):
+        state.evidence.set_reference(1)
+    assert len(state.evidence.forms) == 2
 
 
 def test_a_target_is_settled_once():
@@ -52,7 +57,7 @@ def test_a_target_is_settled_once():
 
 def test_the_form_of_each_capture_is_replaced():
     state = new_state()
-    state.evidence.add_unaligned(lift(state))
+    state.evidence.add(lift(state))
     form = lift(state, seed=1)
     state.evidence.replace_forms([form])
     assert state.evidence.forms == (form,) and state.evidence.sizes == ({"S": 12},)

@@ -46,7 +46,7 @@ class TwoKinds(Small):
 
 def test_agreement_returns_the_groups_in_the_order_of_the_reference():
     state = new_state(TwoKinds())
-    state.evidence.add_unaligned(lift(state))
+    state.evidence.add(lift(state))
     other = lift(state, seed=1)
     turned = dataclasses.replace(other, groups=other.groups[::-1])
     agreed = state.align_form(turned)
@@ -57,15 +57,16 @@ def test_agreement_returns_the_groups_in_the_order_of_the_reference():
 def test_evidence_is_aligned_in_place():
     state = new_state(TwoKinds())
     first, second = lift(state), lift(state, seed=1)
+    state.evidence.postpone_comparison()
     for form in (first, dataclasses.replace(second, groups=second.groups[::-1])):
-        state.evidence.add_unaligned(form)
-    state.align_evidence(1)
+        state.evidence.add(form)
+    state.align_evidence()
     assert [g.body for g in state.evidence.forms[1].groups] == [g.body for g in state.evidence.reference.groups]
 
 
 def test_a_form_with_other_slots_is_refused_and_changes_nothing():
     state = new_state()
-    state.evidence.add_unaligned(lift(state))
+    state.evidence.add(lift(state))
     before = state.evidence.forms
     with pytest.raises(Refused, match="the number of slots per token"):
         state.align_form(lift(new_state(Small(k=1))))
@@ -88,7 +89,7 @@ class Masked(Small):
 def test_all_captures_are_lifted_with_a_mask_of_one():
     block = Masked()
     state = new_state(block)
-    state.evidence.add_unaligned(lift(state))
+    state.evidence.add(lift(state))
     block.drops = True
     dropping = lift(state, seed=1)
     assert not dropping.kept_slots.all() and not have_same_lines(
@@ -110,7 +111,7 @@ def test_arguments_are_tried_in_a_block_only():
 def test_a_probe_is_recorded_with_its_forms_and_guards():
     state = new_state()
     with state.record_probe("first"):
-        state.evidence.add_unaligned(lift(state))
+        state.evidence.add(lift(state))
         state.add_guard(GUARD)
     with pytest.raises(Refused), state.record_probe("second"):
         raise Refused("no")

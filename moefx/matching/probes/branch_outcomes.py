@@ -85,7 +85,7 @@ def flip_branches(state: ProofState) -> None:
                 _force_values(state, open_read, values)
             if values and is_first_round:
                 flips.append((open_read.read, values[0]))
-            state.evidence.settle(open_read.read.call_stack)
+            state.settle(open_read.read.call_stack)
         is_first_round = False
     _flip_together(state, flips)
 
@@ -123,7 +123,7 @@ def _force_values(state: ProofState, open_read: _OpenRead, values: list[Any]) ->
         interventions: Interventions = {read.call_stack: repeat_outcome(open_read.capture, read.call_stack, value)}
         runs = force_outcome(state, step, interventions, open_read.capture)
         if not runs and read.node is None:
-            state.evidence.add_unforced_length(read.call_stack)  # too few rows: the original need not fail
+            state.add_unforced_length(read.call_stack)  # too few rows: the original need not fail
 
 
 def _describe_step(state: ProofState, open_read: _OpenRead) -> ForcedStep:

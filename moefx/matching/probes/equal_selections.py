@@ -216,6 +216,6 @@ def _separate(state: ProofState, site: DecisionSite, force: Any, description: st
         try:
             parted = state.lift_with_hint(state.capture(capture.routing.restart(), sizes, interventions), None)
             state.relift_evidence(parted)
-            state.evidence.add(parted)
+            state.add_form(parted)
         except Refused:
             raise refusal from None

@@ -49,7 +49,7 @@ def vary_expert_counts(state: ProofState) -> None:
     experts = max(state.evidence.reference.groups, key=lambda g: len(g.ids)).ids[:_MAX_EXPERTS]
     for sizes, expert in itertools.product(_choose_few_sizes(state) if routings else (), experts):
         controls = (Routing("spared", expert, (expert,) * count) for count in _CONTROLS)
-        compare, add = state.evidence.require_same_form, state.evidence.add
+        compare, add = state.evidence.require_same_form, state.add_form
         if not any(
             isinstance(_lift_count(state, expert, routing, sizes, compare), CanonicalForm) for routing in controls
         ):

@@ -56,7 +56,7 @@ def show_all_experts(state: ProofState) -> None:
         sizes = state.size_choice.choose(max(17, min(len(missing), 4 * state.max_experts)), extra)
         before = set(missing)
         prefer = tuple(missing) * max(1, 16 // len(missing))
-        state.evidence.add_unaligned(state.capture_and_lift(Routing("diverse", 10 + extra, prefer=prefer), sizes))
+        state.add_form(state.capture_and_lift(Routing("diverse", 10 + extra, prefer=prefer), sizes))
         after = set(range(state.num_experts)) - state.evidence.seen_experts - _find_zero_experts(state)
         if after == before and extra > 2:
             extra = _MAX_EXTRA

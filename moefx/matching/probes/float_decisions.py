@@ -106,7 +106,7 @@ def _force_each(
     for captured in choose_captures(forms):
         if not state.evidence.is_settled((sites, captured.graph)):
             force_outcome(state, step, dict.fromkeys(sites, FORCE_MIXED), captured, is_safe=False)
-            state.evidence.settle((sites, captured.graph))
+            state.settle((sites, captured.graph))
 
 
 def _name_operand(a: Any) -> Any:

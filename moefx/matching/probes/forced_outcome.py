@@ -89,11 +89,12 @@ def force_outcome(
         )
         if not _has_forced(forced.capture, interventions):
             raise refuse_change(step)
-        state.evidence.add(forced, optional, step.source if step.kind is not OutcomeKind.OP else None)
+        forced_read = step.source if step.kind is not OutcomeKind.OP else None
+        state.add_form(forced, optional=optional, forced_read=forced_read)
     except MoefxError as refusal:
         if optional is None:
             raise refuse_change(step) from refusal
-        state.add_guard(state.evidence.drop(at))
+        state.replace_by_guard(at)
         return True
     except Exception as error:
         if is_internal_error(error):

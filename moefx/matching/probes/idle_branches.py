@@ -178,7 +178,7 @@ def show_idle_expert(state: ProofState, read: HostRead) -> bool:
         try:
             if (form := _lift_few_tokens(state, read, seed)) is None:
                 continue
-            state.evidence.add(form)
+            state.add_form(form)
         except MoefxError as refusal:
             last_refusal = refusal  # a few tokens may not show the form: try others
             continue

@@ -70,7 +70,7 @@ def leave_experts_idle(state: ProofState) -> None:
         open_ -= changed.pop(best)
         with contextlib.suppress(Refused):
             form = state.capture_and_lift(Routing("diverse", 0), state.evidence.sizes[0], {best.position: best})
-            state.evidence.add(form)
+            state.add_form(form)
 
 
 def concentrate_tokens(state: ProofState) -> None:

@@ -160,7 +160,7 @@ def vary_integer_inputs(state: ProofState) -> None:
         if run is None:
             return
         if (seed := next(seeds, None)) is not None:
-            state.evidence.add(state.capture_and_lift(Routing("diverse", seed), state.evidence.sizes[0]))
+            state.add_form(state.capture_and_lift(Routing("diverse", seed), state.evidence.sizes[0]))
             continue
         first = next(i for i, by_run in enumerate(observed) if run in by_run)
         node = observed[first][run].node
@@ -183,7 +183,7 @@ def _capture_few_tokens(state: ProofState, seed: int) -> None:
     sizes = state.size_choice.choose_sequence(near)
     if state.size_choice.satisfies_restrictions(sizes):
         with suppress_program_errors(Refused):
-            state.evidence.add(state.capture_and_lift(Routing("diverse", seed), sizes))
+            state.add_form(state.capture_and_lift(Routing("diverse", seed), sizes))
 
 
 def find_doubtful_nodes(state: ProofState) -> list[fx.Node]:
@@ -238,7 +238,7 @@ def _force_other_value(state: ProofState, node: fx.Node, index: int) -> None:
         raise refusal from error
     if _find_read_lines(aligned) != _find_read_lines(base) or not torch.equal(aligned.kept_slots, base.kept_slots):
         raise refusal
-    state.evidence.add(form)
+    state.add_form(form)
 
 
 def _find_read_lines(form: CanonicalForm) -> list[Any]:

@@ -277,7 +277,7 @@ def _confirm_at(
         form = state.capture_and_lift(Routing("diverse", 8), sizes)
         if not has_changed_numbers(form.capture):
             return False  # the number has changed back
-        state.evidence.add(form, optional=below)
+        state.add_form(form, optional=below)
     except Refused:
         return False
     return True

@@ -246,7 +246,7 @@ def _add_capture(
             raise
         return None
     try:
-        form = state.align_form(state.lift(captured))
+        state.add_form(state.lift(captured), optional=side.optional, may_relift=True)
     except NothingRouted:
         return None
     except Refused as refusal:
@@ -255,7 +255,6 @@ def _add_capture(
             raise refuse_change(ForcedStep(OutcomeKind.LOAD, source)) from refusal
         state.add_guard(side.optional)
         return None
-    state.evidence.add_aligned(form, side.optional)
     return captured
 
 
@@ -322,10 +321,10 @@ def _load_every_expert(state: ProofState, comparison: _Comparison) -> bool:
     if (sizes := choose_even_sizes(state, limit)) is None:
         return False
     with suppress_program_errors(MoefxError):
-        form = state.align_form(state.capture_and_lift(Routing("even"), sizes))
+        form = state.capture_and_lift(Routing("even"), sizes)
         outcomes = {read.value for read in form.capture.reads if read.call_stack == comparison.read.call_stack}
         if outcomes == {comparison.outcome_if_large}:
-            state.evidence.add_aligned(form)
+            state.add_form(form, may_relift=True)
             return True
     return False
 

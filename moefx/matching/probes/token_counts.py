@@ -37,7 +37,7 @@ def show_all_slots(state: ProofState) -> None:
     sizes = state.size_choice.choose_sequence(state.arguments.choose_tokens_near(5))
     form = _try_lift(state, Routing("diverse", 6), sizes) if state.size_choice.satisfies_restrictions(sizes) else None
     if isinstance(form, CanonicalForm) and form.slots > state.evidence.reference.slots:
-        state.evidence.add_unaligned(form)
+        state.add_form(form)
 
 
 def vary_token_counts(state: ProofState) -> None:
@@ -125,7 +125,7 @@ def _try_add(
     result = _try_lift(state, routing, sizes)
     if isinstance(result, CanonicalForm):
         try:
-            return state.evidence.add(result, optional)
+            return state.add_form(result, optional=optional)
         except Refused as refusal:
             return refusal
     return result
@@ -165,7 +165,7 @@ def _vary_few_tokens(state: ProofState, sizes: dict[str, int]) -> None:
     if differs or (unclear and forms):
         raise (differs or unclear)[-1]
     for form in forms if len(forms) == 2 else ():
-        state.evidence.add(form)
+        state.add_form(form)
 
 
 def _lift_first_routed(

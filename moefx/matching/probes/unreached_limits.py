@@ -109,12 +109,11 @@ def _add_crowd_beyond(state: ProofState, limit: int, attempt: int) -> bool:
         return False
     kind = "contested" if state.evidence.reference.slots > 1 and attempt % 2 == 0 else "overloaded"
     try:
-        form = state.align_form(state.capture_and_lift(Routing(kind, 3 + attempt), sizes))
+        state.add_form(state.capture_and_lift(Routing(kind, 3 + attempt), sizes), may_relift=True)
     except Exception as error:  # an error of the program, too, at sizes that it does not support
         if is_internal_error(error):
             raise
         return False
-    state.evidence.add_aligned(form)
     return True
 
 
@@ -136,7 +135,7 @@ def _overflow_every_expert(state: ProofState) -> None:
         if not is_program_error(error):
             raise
         return
-    state.evidence.add_aligned(state.align_form(form))
+    state.add_form(form, may_relift=True)
 
 
 def choose_even_sizes(state: ProofState, limit: int) -> dict[str, int] | None:

@@ -19,9 +19,14 @@ ValueLines = tuple[tuple[Any, ...] | None, ...]  # of the expert index, and of t
 
 
 class Evidence:
-    """The canonical forms of captures, which agree, and what the program did in all captures.
+    """The canonical forms of captures, and what the program did in all captures.
 
-    `prove` and the probes read it through its properties, and change it through its methods only.
+    All forms agree: `add` raises `Refused` for a form that differs from the reference. Only at its start a proof stores
+    forms as they come, to choose the reference among them:
+
+    1. `postpone_comparison` begins.
+    2. `add` stores the forms of the first captures, and `set_reference` moves one to the front.
+    3. `ProofState.align_evidence` compares all with that one, and calls `mark_aligned`.
 
     Attributes:
         emptiness_tests: the tests for experts without tokens in all captures.
@@ -31,7 +36,7 @@ class Evidence:
         self.emptiness_tests = EmptinessTests()
         self._diagnosed: Capture | None = None
         self._forms: list[CanonicalForm] = []
-        self._are_aligned = True  # the forms
+        self._compares_forms = True
         self._comparisons: dict[SizeGuard, list[dict[str, int]]] = {}  # with the sizes of the captures
         self._compares_floats = False
         self._unforced_lengths: set[tuple[Source, ...]] = set()
@@ -95,7 +100,73 @@ class Evidence:
         """Return a form with its groups in the order of all captures. Raise `Refused` unless it agrees with theirs."""
         return require_same_form(self._forms[0], form)
 
-    # ---------------------------------------------------------------- change
+    def is_settled(self, key: Hashable) -> bool:
+        """Return whether `settle` has logged this target."""
+        return key in self._settled
+
+    # ----------------------------------------------------------------- forms
+    def add(
+        self,
+        form: CanonicalForm,
+        *,
+        optional: SizeGuard | None = None,
+        forced_read: Source | None = None,
+        is_aligned: bool = False,
+    ) -> CanonicalForm:
+        """Add the form of a capture behind the others.
+
+        The form must agree with the reference, if there is one, and is stored with its groups in that order. If it
+        differs, the evidence is unchanged. Between `postpone_comparison` and `mark_aligned`, store it as it is.
+
+        Args:
+            optional: the guard that replaces the capture if its form turns out to differ.
+            forced_read: the branch of Python code that was forced.
+            is_aligned: `ProofState.align_form` has returned this form, perhaps after it lifted all others again.
+
+        Returns:
+            The form as it is stored.
+
+        Raises:
+            Refused: the form differs from the reference.
+        """
+        if self._compares_forms and self._forms and not is_aligned:
+            form = self.require_same_form(form)
+        self._forms.append(dataclasses.replace(form, optional_guard=optional, forced_read=forced_read))
+        return self._forms[-1]
+
+    def postpone_comparison(self) -> None:
+        """Let `add` store forms as they come. `ProofState.align_evidence` compares them later."""
+        self._compares_forms = False
+
+    def mark_aligned(self) -> None:
+        """Log that all forms agree, with their groups in one order. From now on `add` compares each new one."""
+        self._compares_forms = True
+
+    def replace_forms(self, forms: list[CanonicalForm]) -> None:
+        """Replace the form of each capture by another form of the same capture, or of one with the same sizes.
+
+        Keep their number and order. If the old forms agree, the new ones must agree, too.
+        """
+        assert len(forms) == len(self._forms)
+        self._forms = [*forms]
+
+    def set_reference(self, index: int) -> None:
+        """Move a form to the front, before `ProofState.align_evidence` compares all others with it."""
+        assert not self._compares_forms
+        self._forms.insert(0, self._forms.pop(index))
+
+    def drop(self, index: int) -> SizeGuard:
+        """Drop a form that was added with an optional guard, and return that guard, which must join the proof's."""
+        guard = self._forms[index].optional_guard
+        assert guard is not None
+        del self._forms[index]
+        return guard
+
+    # ------------------------------------------------------------------- log
+    def set_diagnosed_capture(self, captured: Capture) -> None:
+        """Set the capture in which the cause of a refusal is looked for, once there is one. It needs no form."""
+        self._diagnosed = captured
+
     def log_capture(self, captured: Capture) -> None:
         """Log what the program did in a capture, whether or not it gets a form."""
         self._compares_floats = self._compares_floats or bool(find_conditions(captured.nodes))
@@ -112,68 +183,8 @@ class Evidence:
         self._unforced_lengths.add(calls)
 
     def settle(self, key: Hashable) -> None:
-        """Log that a probe has examined the target `key`."""
+        """Log that a probe has examined the target `key`: it skips the target in its later runs."""
         self._settled.add(key)
-
-    def is_settled(self, key: Hashable) -> bool:
-        return key in self._settled
-
-    def set_diagnosed_capture(self, captured: Capture) -> None:
-        self._diagnosed = captured
-
-    def add_unaligned(self, form: CanonicalForm) -> None:
-        """Add the form of a capture that is compared with the others later. The first form agrees with itself."""
-        self._are_aligned = not self._forms
-        self._store(form)
-
-    def mark_aligned(self) -> None:
-        """Log that all forms agree: from now on `add` compares each new one with the reference."""
-        self._are_aligned = True
-
-    def add(
-        self, form: CanonicalForm, optional: SizeGuard | None = None, forced_read: Source | None = None
-    ) -> CanonicalForm:
-        """Add the form of a capture, which must agree with the others.
-
-        Args:
-            optional: the guard that replaces the capture if its form turns out to differ.
-            forced_read: the branch of Python code that was forced.
-
-        Returns:
-            The form as it is stored, with its groups in the order of all captures.
-
-        Raises:
-            Refused: the form differs.
-        """
-        assert self._are_aligned
-        return self._store(self.require_same_form(form), optional, forced_read)
-
-    def add_aligned(self, form: CanonicalForm, optional: SizeGuard | None = None) -> CanonicalForm:
-        """Add a form that `ProofState.align_form` has aligned, perhaps by lifting all others from its nodes."""
-        assert self._are_aligned and [g.body for g in form.groups] == [g.body for g in self.reference.groups]
-        return self._store(form, optional)
-
-    def _store(
-        self, form: CanonicalForm, optional: SizeGuard | None = None, forced_read: Source | None = None
-    ) -> CanonicalForm:
-        self._forms.append(dataclasses.replace(form, optional_guard=optional, forced_read=forced_read))
-        return self._forms[-1]
-
-    def drop(self, index: int) -> SizeGuard:
-        """Drop a capture that the proof can do without, and return the guard that replaces it."""
-        guard = self._forms[index].optional_guard
-        assert guard is not None
-        del self._forms[index]
-        return guard
-
-    def replace_forms(self, forms: list[CanonicalForm]) -> None:
-        """Replace the form of each capture, by another form of the same capture or of one with the same sizes."""
-        assert len(forms) == len(self._forms)
-        self._forms = [*forms]
-
-    def set_reference(self, index: int) -> None:
-        """Put a capture first, so that all others must have its form."""
-        self._forms.insert(0, self._forms.pop(index))
 
 
 def find_value_lines(form: CanonicalForm) -> ValueLines:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
 from torch import nn
 
 from ...capture.arguments.block_arguments import Arguments
 from ...capture.capture_result import Capture
+from ...capture.code_locations import Source
 from ...capture.concolic import capture_block
 from ...capture.sizes.size_guards import SizeGuard, SizeLog
 from ...capture.tracing.concrete_routing import Routing
@@ -219,14 +220,15 @@ class ProofState:
             )
             return form
 
-    def align_evidence(self, start: int = 1) -> None:
-        """Require the captures of the evidence, from index `start` on, to agree with the first one, and store them with
-        their groups in that order.
+    def align_evidence(self) -> None:
+        """Require all captures to agree with the first one, and store them with their groups in that order.
+
+        This ends `Evidence.postpone_comparison`: from now on `Evidence.add` compares each new form.
 
         Raises:
             Refused: the forms differ.
         """
-        for index in range(start, len(self.evidence.forms)):
+        for index in range(1, len(self.evidence.forms)):
             form = self.evidence.forms[index]
             aligned, forms = self.align_form(form), [*self.evidence.forms]
             if forms[index] is form:  # else all captures were lifted again
@@ -253,7 +255,39 @@ class ProofState:
         self.evidence.replace_forms(relifted)
 
     # ---------------------------------------------------------------- change
+    def add_form(
+        self,
+        form: CanonicalForm,
+        *,
+        optional: SizeGuard | None = None,
+        forced_read: Source | None = None,
+        may_relift: bool = False,
+    ) -> CanonicalForm:
+        """Add the form of a capture to the evidence: see `Evidence.add`.
+
+        Args:
+            may_relift: if this form differs because only it drops slots, lift all captures again from its nodes.
+
+        Raises:
+            Refused: the form differs from the others.
+        """
+        form = self.align_form(form) if may_relift else form
+        return self.evidence.add(form, optional=optional, forced_read=forced_read, is_aligned=may_relift)
+
+    def replace_by_guard(self, index: int) -> None:
+        """Drop a form of the evidence that was added with an optional guard, and add the guard."""
+        self.add_guard(self.evidence.drop(index))
+
+    def settle(self, key: Hashable) -> None:
+        """Log that a probe has examined a target: see `Evidence.is_settled`."""
+        self.evidence.settle(key)
+
+    def add_unforced_length(self, calls: tuple[Source, ...]) -> None:
+        """Log a call site that reads an expert's number of rows, and whose outcome could not be forced."""
+        self.evidence.add_unforced_length(calls)
+
     def set_num_experts(self, count: int) -> None:
+        """Set the number of experts, once all of them are known."""
         self._num_experts = count
 
     def add_guard(self, guard: SizeGuard) -> None:

@@ -223,7 +223,7 @@ class Clipped(Small):
 @pytest.mark.parametrize("bound, changes_form", [(torch.clone, False), (torch.tanh, True)])
 def test_a_branch_is_settled_after_its_verdict(bound, changes_form):
     state = new_state(Clipped(bound))
-    state.evidence.add_unaligned(lift(state))
+    state.evidence.add(lift(state))
     reads = {read.call_stack for read in state.evidence.reference.capture.reads}
     if changes_form:
         with pytest.raises(Refused, match="a value that Python reads"):

@@ -25,7 +25,7 @@ def test_the_guard_has_the_lowest_limit_that_the_last_crowd_left(monkeypatch, li
     )
     monkeypatch.setattr(unreached_limits, "_overflow_every_expert", evened.append)
     state = new_state()
-    state.evidence.add_unaligned(lift(state))
+    state.evidence.add(lift(state))
     unreached_limits.overflow_limits(state)
     assert [str(guard) for guard in state.guards] == guards
     assert crowds == limits[:4] and evened == [state] * (not guards)
@@ -35,6 +35,6 @@ def test_a_crowd_that_cannot_be_captured_leaves_a_guard(monkeypatch):
     monkeypatch.setattr(unreached_limits, "_find_lowest_unreached", lambda state: 64)
     monkeypatch.setattr(unreached_limits, "MAX_CROWD_TOKENS", 10)
     state = new_state()
-    state.evidence.add_unaligned(lift(state))
+    state.evidence.add(lift(state))
     unreached_limits.overflow_limits(state)
     assert [str(guard) for guard in state.guards] == ["S*2 <= 64"] and len(state.evidence.forms) == 1
