@@ -132,7 +132,7 @@ class CutLifter:
     def _split_rows(self) -> tuple[list[list[Term]], list[list[Term]]]:
         """Split each row of the cut into the summands with expert parameters, and the rest."""
         expert_summands, residual, experts = [], [], self.owners.experts
-        self.uses.parameters_by_row(self.cut, experts)  # writes out the sums over experts
+        self.uses.expand_sums(self.cut, experts)
         for t, row in enumerate(self.uses.rows(self.cut)):
             parts = self.owners.split_summands(row)
             if any(is_const(p, "nan") for p in parts):  # type: ignore[arg-type]

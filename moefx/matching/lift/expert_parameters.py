@@ -50,6 +50,7 @@ def propose_expert_parameters(uses: ParameterUses) -> Iterator[list[set[str]]]:
         num_tried += out not in uses.outputs
         if num_tried > _MAX_INNER_NODES:
             break
+        uses.expand_sums(out)
         used_by_row = uses.parameters_by_row(out)
         if not used_by_row:
             continue
@@ -143,7 +144,8 @@ def number_by_tokens(
         Numbers by FQN, or None if the same tokens use all parameters and no numbers are known.
     """
     tokens: dict[str, set[int]] = defaultdict(set)
-    for token, used in enumerate(uses.parameters_by_row(cut, experts)):
+    uses.expand_sums(cut, experts)
+    for token, used in enumerate(uses.parameters_by_row(cut)):
         for fqn in {strip_moves(t).args[0] for t in used} & experts:
             tokens[fqn].add(token)
     kinds: dict[frozenset[int], list[str]] = defaultdict(list)

@@ -60,7 +60,7 @@ class ParameterUses:
         children: the numbered parts of every module of the block.
         nested: numbers of the modules in lists of lists.
         outputs: nodes that the call returns, or stores in state.
-        split_axes: the axes along which rows use parts of a parameter, by FQN.
+        split_axes: the axes along which rows use parts of a parameter, by FQN. `expand_sums` extends it.
     """
 
     def __init__(
@@ -117,23 +117,29 @@ class ParameterUses:
         choices = [n for n in self.capture.nodes if find_float_decisions(n)]
         return {n.meta["fqn"] for n in collect_ancestors(*choices) if n.op == "get_attr"}
 
-    def parameters_by_row(self, node: fx.Node, experts: Collection[str] | None = None) -> list[frozenset[Term]]:
-        """Return the parameter slices that each row of a node uses.
+    def parameters_by_row(self, node: fx.Node) -> list[frozenset[Term]]:
+        """Return the parameter slices that each row of a node uses."""
+        return [self.leaves(r) for r in self.rows(node)]
 
-        If a mask keeps all experts of a row, the sum over the experts is one product, which is written out like the
-        other rows.
+    def expand_sums(self, node: fx.Node, experts: Collection[str] | None = None) -> None:
+        """Write out each sum over experts in the rows of a node, here and in all terms from now on.
+
+        If a mask keeps all experts of a row, the sum over the experts is one product of a stacked parameter. Other rows
+        show that it is a sum: they use parts of the parameter.
 
         Args:
             experts: FQNs of the experts' parameters, if they are known. Other products stay whole: channels of an
                 image use parts of a norm's weight, pixels the whole weight.
         """
-        slices_by_row = [self.leaves(r) for r in self.rows(node)]
-        stacked = _find_stacked(slices_by_row, self.split_axes)
-        if stacked := {t: axes for t, axes in stacked.items() if experts is None or t.args[0] in experts}:
+        axes_by_row = [{t: _find_split_axes(t) for t in used} for used in self.parameters_by_row(node)]
+        for axes in axes_by_row:
+            for t, split in axes.items():
+                fqn = strip_moves(t).args[0]
+                self.split_axes[fqn] = self.split_axes.get(fqn, frozenset()) | split
+        whole = [t for t in _find_stacked(axes_by_row) if experts is None or t.args[0] in experts]
+        if stacked := {t: axes for t in whole if (axes := self.split_axes[t.args[0]])}:
             self.terms.mark_routed(stacked)
             self._leaves.clear()
-            slices_by_row = [self.leaves(r) for r in self.rows(node)]
-        return slices_by_row
 
     def live_nodes(self) -> set[fx.Node]:
         """Return the nodes that outputs and effects depend on."""
@@ -179,25 +185,19 @@ def has_rows_of_padding(capture: Capture, width: int) -> bool:
     return False
 
 
-def _find_stacked(
-    used_by_row: list[frozenset[Term]], split_axes: dict[str, frozenset[int]]
-) -> dict[Term, frozenset[int]]:
-    """Find the parameters that some rows use as a whole and others in parts, with the axes that are split.
+def _find_stacked(axes_by_row: list[dict[Term, frozenset[int]]]) -> set[Term]:
+    """Find the parameters that some row uses as a whole, and no row both as a whole and in parts.
 
     Args:
-        split_axes: known split axes by FQN, which this extends.
+        axes_by_row: by row, the parameter slices that it uses, with their split axes.
     """
     whole: set[Term] = set()
     both: set[Term] = set()  # used in both ways by one row: an expert's part, and a statistic of all experts
-    for used in used_by_row:
-        axes = {t: _find_split_axes(t) for t in used}
+    for axes in axes_by_row:
         parts, all_of = ({strip_moves(t) for t, at in axes.items() if bool(at) is has} for has in (True, False))
         both |= parts & all_of
         whole |= all_of
-        for t, at in axes.items():
-            fqn = strip_moves(t).args[0]
-            split_axes[fqn] = split_axes.get(fqn, frozenset()) | at
-    return {t: split_axes[t.args[0]] for t in whole - both if split_axes[t.args[0]]}
+    return whole - both
 
 
 def _find_split_axes(t: Term) -> frozenset[int]:

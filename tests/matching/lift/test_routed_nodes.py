@@ -32,6 +32,29 @@ def test_a_routing_weight_does_not_add_the_router():
     assert not any("router" in str(leaf.args[0]) for row in used.rows(used.capture.out) for leaf in used.leaves(row))
 
 
+class Stacked(Small):
+    """Sum over a stack of experts, with a mask that keeps all experts of the first token."""
+
+    def __init__(self):
+        super().__init__()
+        self.stack = nn.Parameter(torch.randn(E, D, D))
+
+    def mix(self, x, weights, ids):
+        mask = torch.zeros(len(x), E, dtype=torch.long).scatter(1, ids, 1)
+        mask[:1] = 1
+        return torch.einsum("td,edf,te->tf", x, self.stack, self.router(x).softmax(-1) * mask)
+
+
+def test_a_sum_over_all_experts_is_expanded_on_demand_only():
+    used = find_uses(Stacked())
+    before = used.parameters_by_row(used.capture.out)
+    assert {str(leaf) for leaf in before[0]} == {"router.weight", "stack"}
+    assert used.parameters_by_row(used.capture.out) == before  # a query changes nothing
+    used.expand_sums(used.capture.out)
+    after = used.parameters_by_row(used.capture.out)
+    assert {str(leaf) for leaf in after[0]} == {f"at(stack, ((0, {e}),))" for e in range(E)} and after[1:] == before[1:]
+
+
 def test_the_cut_is_behind_all_experts():
     class Activated(Small):
         def forward(self, x):
