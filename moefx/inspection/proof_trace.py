@@ -77,6 +77,15 @@ class CutAttempt:
     reason: str = ""
     indices: tuple[IndexAttempt, ...] = ()
 
+    def complete_step(self) -> None:
+        self.reached += 1
+
+    def add_indices(self, indices: tuple[IndexAttempt, ...]) -> None:
+        self.indices += indices
+
+    def fail(self, reason: str) -> None:
+        self.reason = reason
+
 
 STEPS = ("rows as sums", "expert index", "value of each slot", "one body for all experts")
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
-from typing import Literal
 
 import torch
 from torch import fx
@@ -21,65 +20,51 @@ from torch import fx
 from ...capture.capture_result import Capture
 from ...errors import Refused
 from ...inspection.proof_trace import CutAttempt
-from ..facts.graph_nodes import Line
 from ..terms.parameter_slices import strip_moves
 from ..terms.term import OVERWRITTEN, Term, is_const, is_pw
 from .anti_unification import Skeletons, Unifier
 from .canonical_form import CanonicalForm, CapturedGroup, count_sequences, has_matrix_products
 from .expert_index import ExpertIndex, find_expert_index, find_near_misses
 from .expert_owners import ExpertOwners
+from .lift_options import LiftOptions
 from .lift_refusals import NothingRouted, UnexplainedIndex, explain_overwrite
 from .repeated_choices import ChoiceSums, RepeatedChoiceRefused, find_repeated
 from .residual_terms import assign_identity_slots, find_shared, find_unrouted_value
 from .routed_nodes import ParameterUses, collect_ancestors, find_cut_inputs
-from .value_lookup import ValueLookup
+from .value_lookup import SlotEffects, ValueAxes, ValueLookup
 
-CutPreference = Literal["", "write", "any"]
 _Summand = tuple[int, int, Term]  # token, slot, term
 _SlotTerms = list[list[tuple[int, Term]]]  # slot and term of the experts' summands, by token
 
 
-@dataclasses.dataclass(frozen=True)
-class LiftOptions:
-    """One interpretation of a program.
-
-    Attributes:
-        symbolic: comparisons of floats are part of activations, see `Semantics`.
-        opaque_lines: lines whose nodes stay opaque, see `Semantics`.
-        cut_preference: "" takes the first complete sum. "write" prefers the last write, "any" the last node, on any
-            line: rows of tokens without an expert may be written after the experts.
-        weights_per_slot: see `ValueLookup`.
-        align_to_last: see `ValueLookup`.
-    """
-
-    symbolic: bool = False
-    opaque_lines: frozenset[Line] = frozenset()
-    cut_preference: CutPreference = ""
-    weights_per_slot: bool = False
-    align_to_last: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CutLifter:
     """Finds the expert index for one cut, and unifies the summands of its rows.
 
     Attributes:
-        hint: the form of another capture of the block; its nodes are tried first.
+        cut: the node that is taken as the routed sum.
         owners: tells which expert a summand belongs to, for one set of expert parameters.
         expert_nodes: the nodes that depend on expert parameters.
         inside: see `find_call_internals`.
+        hint: the form of another capture of the block; its nodes are tried first.
         attempt: records the progress.
     """
 
-    capture: Capture
-    hint: CanonicalForm | None
-    options: LiftOptions
-    uses: ParameterUses
+    cut: fx.Node
     owners: ExpertOwners
     expert_nodes: set[fx.Node]
     inside: set[fx.Node]
-    cut: fx.Node
+    hint: CanonicalForm | None
+    options: LiftOptions
     attempt: CutAttempt
+
+    @property
+    def uses(self) -> ParameterUses:
+        return self.owners.uses
+
+    @property
+    def capture(self) -> Capture:
+        return self.owners.uses.capture
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -93,20 +78,23 @@ class CutLifter:
             Refused: the cut does not sum routed rows.
         """
         expert_summands, residual = self._split_rows()
-        self.attempt.reached += 1
+        self.attempt.complete_step()
         index = self._find_index(expert_summands)
-        self.attempt.reached += 1
+        self.attempt.complete_step()
         ids, selected = index.ids, index.ids.tolist()
-        lookup = self._new_lookup(index)
+        lookup = self._rank_values(index)
         shared, residual = find_shared(residual, lookup, self.owners, self.hint)
         unrouted, residual = find_unrouted_value(residual, expert_summands, lookup)
         repeated = find_repeated(ids, index.slots, self.hint)
         by_slot = self._assign_slots(index, expert_summands, residual, repeated, lookup)
         kept, instances = self._group_by_skeleton(by_slot, ids, lookup)
         kept[list(repeated)] = True  # until the sums are checked below
-        lookup.dropped = [(t, k, selected[t][k]) for t, k in (~kept).nonzero().tolist()]
-        lookup.counted = [(t, k, selected[t][k]) for t, k in kept.nonzero().tolist() if t not in repeated]
-        self.attempt.reached += 1
+        effects = SlotEffects(
+            counted=[(t, k, selected[t][k]) for t, k in kept.nonzero().tolist() if t not in repeated],
+            dropped=[(t, k, selected[t][k]) for t, k in (~kept).nonzero().tolist()],
+        )
+        lookup = lookup.with_effects(effects)
+        self.attempt.complete_step()
         groups = self._unify_groups(lookup, instances, selected)
         if repeated:
             received = {t: [*expert_summands[t], *residual[t]] for t in sorted(repeated)}
@@ -156,18 +144,24 @@ class CutLifter:
         nodes = sorted(before, key=lambda n: n not in inputs)
         index = find_expert_index(self.owners, self.tokens, expert_summands, nodes, self.inside, self.hint)
         if index is None:
-            self.attempt.indices = find_near_misses(self.owners, self.tokens, expert_summands, nodes, self.inside)
+            self.attempt.add_indices(find_near_misses(self.owners, self.tokens, expert_summands, nodes, self.inside))
             raise UnexplainedIndex(self.uses, self.owners, self.expert_nodes, self.cut, expert_summands).explain()
         return index
 
-    def _new_lookup(self, index: ExpertIndex) -> ValueLookup:
+    def _rank_values(self, index: ExpertIndex) -> ValueLookup:
+        """Rank the inputs of the cut, as nodes that may supply a value of the experts."""
         nodes = find_cut_inputs(self.uses, self.cut, self.expert_nodes, self.hint)
         known = [e for group in (self.hint.groups if self.hint is not None else ()) for e in group.ids]
         highest = max([*known, *(int(index.ids[t, k]) for t, row in enumerate(index.slots) for k in row)])
-        return ValueLookup(
-            self.uses.semantics, nodes, self.tokens, index.ids.shape[1], highest + 1, self.inside, self.hint,
-            self.options.weights_per_slot, self.options.align_to_last, count_sequences(self.capture, self.tokens),
-        )  # fmt: skip
+        axes = ValueAxes(
+            tokens=self.tokens,
+            slots=index.ids.shape[1],
+            experts=highest + 1,
+            sequences=count_sequences(self.capture, self.tokens),
+        )
+        return ValueLookup.rank(
+            self.uses.semantics, nodes, axes, inside=self.inside, hint=self.hint, options=self.options
+        )
 
     def _assign_slots(
         self, index: ExpertIndex, expert_summands: list[list[Term]], residual: list[list[Term]],
@@ -247,9 +241,10 @@ class CutLifter:
         slots = {t: [(t, k, e) for k, e in enumerate(ids[t])] for t in received}
         for attempt in range(2):
             if attempt:
-                lookup.doubtful = [slot for row in slots.values() for slot in row]
+                doubtful = [slot for row in slots.values() for slot in row]
+                lookup = lookup.with_effects(dataclasses.replace(lookup.effects, doubtful=doubtful))
                 groups = self._unify_groups(lookup, instances, ids)
-            sums = ChoiceSums(self.capture, self.uses.terms, lookup, groups, expert_summands, self.hint)
+            sums = ChoiceSums(lookup, groups, expert_summands, capture=self.capture, hint=self.hint)
             if all(sums.is_sum_of_choices(slots[t], parts) for t, parts in received.items()):
                 return groups, sums
         raise RepeatedChoiceRefused(str(self.cut.meta["source"]))
@@ -268,4 +263,4 @@ def has_overwrite(rows: list[list[Term]]) -> bool:
     return False
 
 
-__all__ = ["CutLifter", "CutPreference", "LiftOptions", "has_overwrite"]
+__all__ = ["CutLifter", "has_overwrite"]

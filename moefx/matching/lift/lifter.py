@@ -31,9 +31,10 @@ from ...ir.expression_check import is_pointwise
 from ..facts.graph_nodes import describe_node, line
 from ..terms.term import OutOfBounds, TooLarge
 from .canonical_form import CanonicalForm
-from .cut_lifter import CutLifter, CutPreference, LiftOptions, has_overwrite
+from .cut_lifter import CutLifter, has_overwrite
 from .expert_owners import ExpertOwners
 from .expert_parameters import find_experts_used_by_all_tokens, number_by_tokens, propose_expert_parameters
+from .lift_options import CutPreference, LiftOptions
 from .lift_refusals import (
     ONE_EXPERT,
     NothingRouted,
@@ -78,7 +79,7 @@ class Lifter:
 
     def __init__(self, block: nn.Module, capture: Capture, hint: CanonicalForm | None, options: LiftOptions):
         self.capture, self.hint, self.options = capture, hint, options
-        self._new_uses = lambda: ParameterUses(block, capture, options.symbolic, hint, options.opaque_lines)
+        self._new_uses = lambda: ParameterUses(block, capture, hint=hint, options=options)
         self.uses = self._new_uses()
         self.experts: set[str] = set()
         self.attempts: list[CutAttempt] = []  # the nodes that were tried as the routed sum
@@ -149,10 +150,16 @@ class Lifter:
             attempt = CutAttempt(*describe_node(cut))
             try:
                 return CutLifter(
-                    self.capture, self.hint, self.options, self.uses, owners, expert_nodes, inside, cut, attempt
+                    cut=cut,
+                    owners=owners,
+                    expert_nodes=expert_nodes,
+                    inside=inside,
+                    hint=self.hint,
+                    options=self.options,
+                    attempt=attempt,
                 ).lift()
             except Refused as refusal:
-                attempt.reason = refusal.reason
+                attempt.fail(refusal.reason)
                 self.attempts.append(attempt)
                 kind = self._classify_cut(cut, numbers)
                 if kind not in first:

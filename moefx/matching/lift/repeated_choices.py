@@ -22,7 +22,6 @@ import torch
 
 from ...capture.capture_result import Capture
 from ...errors import Cause, Refused
-from ..terms.normal_form import Terms
 from ..terms.parameter_slices import ParameterSlice, is_state_slice
 from ..terms.term import Term, constant_value, is_const
 from .canonical_form import Body, CanonicalForm, CapturedGroup, Choice, NodeRef
@@ -71,10 +70,15 @@ class ChoiceSums:
     """
 
     def __init__(
-        self, capture: Capture, terms: Terms, lookup: ValueLookup, groups: list[CapturedGroup],
-        expert_summands: list[list[Term]], hint: CanonicalForm | None,
-    ):  # fmt: skip
-        self.terms, self.lookup = terms, lookup
+        self,
+        lookup: ValueLookup,
+        groups: list[CapturedGroup],
+        expert_summands: list[list[Term]],
+        *,
+        capture: Capture,
+        hint: CanonicalForm | None,
+    ):
+        self.terms, self.lookup = lookup.semantics.terms, lookup
         parts = dict.fromkeys(part for row in expert_summands for part in row)
         self.parameters = {ParameterSlice.from_term(x): x for x in _walk_terms(*parts) if is_state_slice(x)}
         self.groups: dict[int, tuple[CapturedGroup, list[dict[int, ParameterSlice]]]] = {}

@@ -42,6 +42,7 @@ from ..terms.parameter_slices import (
 )
 from ..terms.term import Term, TooLarge, is_const
 from .canonical_form import CanonicalForm
+from .lift_options import LiftOptions
 
 MAX_ROWS = 1 << 14
 
@@ -50,9 +51,7 @@ class ParameterUses:
     """The parameters that each row of each node uses of one capture.
 
     Args:
-        symbolic: see `Semantics`.
         hint: the form of another capture of the block.
-        opaque_lines: see `Semantics`.
 
     Attributes:
         semantics: the terms of the nodes.
@@ -64,13 +63,17 @@ class ParameterUses:
     """
 
     def __init__(
-        self, block: nn.Module, capture: Capture, symbolic: bool = False, hint: CanonicalForm | None = None,
-        opaque_lines: frozenset[Line] = frozenset(),
-    ):  # fmt: skip
+        self,
+        block: nn.Module,
+        capture: Capture,
+        *,
+        hint: CanonicalForm | None = None,
+        options: LiftOptions = LiftOptions(),  # noqa: B008
+    ):
         self.block, self.capture = block, capture
         tables = [table for group in hint.groups for table in group.tables] if hint is not None else []
         self.split_axes = {part.fqn: part.axes for table in tables for part in table.values()}
-        self.semantics = Semantics(capture.nodes, capture.concrete_value, symbolic, opaque_lines)
+        self.semantics = Semantics(capture.nodes, capture.concrete_value, options.symbolic, options.opaque_lines)
         self.terms = self.semantics.terms
         self.children, self.nested = find_siblings(block), number_nested_modules(block)
         results = [capture.out, *[e.node for e in capture.effects if e.kind != "state"]]

@@ -15,10 +15,12 @@ expert). A *candidate* is a `NodeRef`: a node with the meaning of its axes.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -27,6 +29,7 @@ from ..facts.graph_nodes import line
 from ..terms.node_semantics import Semantics
 from ..terms.term import Term, is_const
 from .canonical_form import CanonicalForm, Choice, NodeRef
+from .lift_options import LiftOptions
 
 
 class _Candidate(NamedTuple):
@@ -42,72 +45,32 @@ class _Candidate(NamedTuple):
     ref: NodeRef
 
 
-class ValueLookup:
-    """Finds the candidates whose elements are given terms.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ValueAxes:
+    """The lengths of the axes by which a node may hold values.
 
-    Args:
-        nodes: nodes to search.
+    Attributes:
         tokens: the token axes.
         slots: number of slots, K.
         experts: number of experts.
-        inside: nodes that a submodule keeps to itself; they are tried last.
-        hint: the form of another capture; its candidates are tried first.
-        weights_per_slot: skip nodes with one value per token and expert.
-        align_to_last: find the last node that fits, regardless of the hint; by default the first.
         sequences: number of sequences, if one value may hold for all tokens of a sequence; else 0.
-
-    Attributes:
-        counted: the slots that add a summand to their token.
-        dropped: the slots that add none. The likeliest weight is zero at all of them.
-        doubtful: slots of a token that selected an expert twice; one of the two may add nothing. The likeliest weight
-            is zero at most of them.
     """
 
-    def __init__(
-        self, S: Semantics, nodes: list[fx.Node], tokens: tuple[int, ...], slots: int, experts: int,
-        inside: set[fx.Node], hint: CanonicalForm | None, weights_per_slot: bool, align_to_last: bool,
-        sequences: int = 0,
-    ):  # fmt: skip
-        self.semantics, self.tokens, self.slots, self.experts = S, tokens, slots, experts
-        self.num_tokens, self.sequences = math.prod(tokens), sequences
-        self.positions = list(itertools.product(*map(range, tokens)))
-        self.counted: list[Choice] = []
-        self.dropped: list[Choice] = []
-        self.doubtful: list[Choice] = []
-        self.hint_positions = {  # many candidates fit a single token; those of the hint are the likeliest
-            ref.position
-            for group in (hint.groups if hint is not None and not align_to_last else ())
-            for value in group.values
-            for ref in (value.columns or (value,))
-        }
-        self._ranked = self._rank_candidates(nodes, inside, weights_per_slot, align_to_last)
-        self.candidates = self._keep_first_of_equals(self._ranked)
-        self.hint_drops_slots = hint is not None and not hint.kept_slots.all()
-        self._tables: dict[tuple, dict[Term, list[NodeRef]]] = {}
-        self._rows: dict[tuple[int, ...], set[Term]] = {}  # by their shape
+    tokens: tuple[int, ...]
+    slots: int
+    experts: int
+    sequences: int = 0
 
-    def _rank_candidates(
-        self, nodes: list[fx.Node], inside: set[fx.Node], weights_per_slot: bool, align_to_last: bool
-    ) -> list[NodeRef]:
-        """List the candidates, the likeliest first."""
-        candidates: list[_Candidate] = []
-        for n in nodes:
-            for unusual, axes in self._enumerate_axes(tuple(n.meta["val"].shape)):
-                if weights_per_slot and "e" in axes and {"t", "s"} & set(axes):
-                    continue
-                ref, index = NodeRef(n, axes), n.meta["index"]
-                rank = (ref.position not in self.hint_positions, n in inside, unusual)
-                candidates.append(_Candidate(rank, -index if align_to_last else index, ref))
-        return [ref for _, _, ref in sorted(candidates, key=lambda candidate: candidate[:2])]
+    @functools.cached_property
+    def num_tokens(self) -> int:
+        return math.prod(self.tokens)
 
-    def _keep_first_of_equals(self, refs: list[NodeRef]) -> list[NodeRef]:
-        """Keep the first of equal candidates: each run of a loop may compute `weights[..., None]` again."""
-        first: dict[tuple, NodeRef] = {}
-        for ref in refs:
-            first.setdefault((self.semantics.term(ref.node), ref.axes, line(ref.node)), ref)
-        return list(first.values())
+    @functools.cached_property
+    def positions(self) -> list[tuple[int, ...]]:
+        """The indices of each token along the token axes."""
+        return list(itertools.product(*map(range, self.tokens)))
 
-    def _enumerate_axes(self, shape: tuple[int, ...]) -> list[tuple[int, tuple[str, ...]]]:
+    def enumerate(self, shape: tuple[int, ...]) -> list[tuple[int, tuple[str, ...]]]:
         """List the axes by which a tensor of this shape may hold values, each with its rank (0 is the likeliest)."""
         T, K, out = self.num_tokens, self.slots, []
         for lead in dict.fromkeys([(T,), self.tokens]):
@@ -136,18 +99,93 @@ class ValueLookup:
             out += [(11, ("s", "e"))] if len(shape) > 1 and shape[1] >= self.experts else []
         return out
 
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlotEffects:
+    """What slots add to their token, as far as it is known.
+
+    Attributes:
+        counted: the slots that add a summand to their token.
+        dropped: the slots that add none. The likeliest weight is zero at all of them.
+        doubtful: slots of a token that selected an expert twice; one of the two may add nothing. The likeliest weight
+            is zero at most of them.
+    """
+
+    counted: Sequence[Choice] = ()
+    dropped: Sequence[Choice] = ()
+    doubtful: Sequence[Choice] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ValueLookup:
+    """Finds the candidates whose elements are given terms. `rank` makes one.
+
+    Attributes:
+        semantics: the terms of the nodes.
+        axes: the axes of values.
+        candidates: the nodes to search, the likeliest first, without the repeated ones of a loop.
+        with_repeated: the same with these.
+        hint_positions: positions of the candidates that another capture uses: many candidates fit a single token.
+        hint_drops_slots: that capture drops slots.
+        effects: what slots add to their token.
+    """
+
+    semantics: Semantics
+    axes: ValueAxes
+    candidates: list[NodeRef]
+    with_repeated: list[NodeRef]
+    hint_positions: Collection[tuple]
+    hint_drops_slots: bool
+    effects: SlotEffects = SlotEffects()
+    _tables: dict[tuple, dict[Term, list[NodeRef]]] = dataclasses.field(default_factory=dict)
+    _rows: dict[tuple[int, ...], set[Term]] = dataclasses.field(default_factory=dict)  # by their shape
+
+    @staticmethod
+    def rank(
+        semantics: Semantics,
+        nodes: Iterable[fx.Node],
+        axes: ValueAxes,
+        *,
+        inside: Collection[fx.Node] = (),
+        hint: CanonicalForm | None = None,
+        options: LiftOptions = LiftOptions(),  # noqa: B008
+    ) -> ValueLookup:
+        """Rank nodes as candidates.
+
+        Args:
+            inside: nodes that a submodule keeps to itself; they are tried last.
+            hint: the form of another capture; its candidates are tried first, unless `align_to_last`.
+        """
+        groups = hint.groups if hint is not None and not options.align_to_last else ()
+        hint_positions = {
+            ref.position for group in groups for value in group.values for ref in (value.columns or (value,))
+        }
+        ranked = _rank_candidates(nodes, axes, inside, hint_positions, options)
+        return ValueLookup(
+            semantics=semantics,
+            axes=axes,
+            candidates=_keep_first_of_equals(semantics, ranked),
+            with_repeated=ranked,
+            hint_positions=hint_positions,
+            hint_drops_slots=hint is not None and not hint.kept_slots.all(),
+        )
+
+    def with_effects(self, effects: SlotEffects) -> ValueLookup:
+        """Return the same lookup, which knows what slots add."""
+        return dataclasses.replace(self, effects=effects)
+
     def get_element(self, ref: NodeRef, t: int, k: int, e: int) -> Term | None:
         """Return the term of a candidate for a token, slot and expert, or None outside of the tensor."""
         if ref.columns:
             ref = ref.columns[k]
         term = self.semantics.term(ref.node)
-        position = self.positions[t]
+        position = self.axes.positions[t]
         index_by_axis: dict[int, int] = {}
         seen = 0
         many = ref.axes.count("t") > 1
         for axis, kind in enumerate(ref.axes):
-            i = {"k": k, "e": e, "tk": t * self.slots + k, "kt": k * self.num_tokens + t}.get(kind)
-            i = t // (self.num_tokens // term.shape[axis]) if kind == "s" else i
+            i = {"k": k, "e": e, "tk": t * self.axes.slots + k, "kt": k * self.axes.num_tokens + t}.get(kind)
+            i = t // (self.axes.num_tokens // term.shape[axis]) if kind == "s" else i
             if i is None:
                 i = position[seen] if many else t
                 seen += 1
@@ -175,19 +213,17 @@ class ValueLookup:
             for ref in self.candidates if shape else ():
                 lead = len(ref.axes)
                 if set(ref.axes) in ({"t"}, {"s"}) and tuple(ref.node.meta["val"].shape[lead:]) == shape:
-                    out |= {r for t in range(self.num_tokens) if (r := self.get_element(ref, t, 0, 0)) is not None}
+                    out |= {r for t in range(self.axes.num_tokens) if (r := self.get_element(ref, t, 0, 0)) is not None}
         return self._rows[shape]
 
     def zero_rows(self) -> list[NodeRef]:
-        """List the nodes with one row per token whose rows are all zero, also all of a loop."""
-        return [
-            ref
-            for ref in self._ranked
-            if set(ref.axes) == {"t"}
-            and all(
-                (r := self.get_element(ref, t, 0, 0)) is not None and is_const(r, 0) for t in range(self.num_tokens)
-            )
-        ]
+        """List the nodes with one row per token whose rows are all zero, also the repeated ones of a loop."""
+
+        def is_zero(ref: NodeRef) -> bool:
+            rows = (self.get_element(ref, t, 0, 0) for t in range(self.axes.num_tokens))
+            return all(row is not None and is_const(row, 0) for row in rows)
+
+        return [ref for ref in self.with_repeated if set(ref.axes) == {"t"} and is_zero(ref)]
 
     def find(
         self, positions: list[Choice], terms: list[Term], slots: bool = True, wide: bool = False
@@ -217,8 +253,8 @@ class ValueLookup:
             if (scalar or wide or set(ref.axes) <= {"t", "s"})
             and all(self._get_value(ref, slot) is term for slot, term in zip(positions, terms, strict=True))
         )
-        first = self._find_likeliest(fits, range(self.slots)) if scalar else next(fits, None)
-        if first is None and scalar and slots and self.slots > 1:
+        first = self._find_likeliest(fits, range(self.axes.slots)) if scalar else next(fits, None)
+        if first is None and scalar and slots and self.axes.slots > 1:
             return self._find_columns(positions, terms)
         return first
 
@@ -239,7 +275,7 @@ class ValueLookup:
                 continue
             if lines is not None and line(ref.node) not in lines:
                 continue
-            column = [self.get_element(ref, i, 0, 0) for i in range(self.num_tokens)]
+            column = [self.get_element(ref, i, 0, 0) for i in range(self.axes.num_tokens)]
             if all(r is not None and (is_const(r, 0) or r in parts) for r, parts in zip(column, rest, strict=True)):
                 return ref, column  # type: ignore[return-value]
         return None
@@ -251,7 +287,8 @@ class ValueLookup:
         zero at most of these wins.
         """
         dropped, doubtful, counted = (
-            [at for at in positions if at[1] in slots] for positions in (self.dropped, self.doubtful, self.counted)
+            [at for at in positions if at[1] in slots]
+            for positions in (self.effects.dropped, self.effects.doubtful, self.effects.counted)
         )
         first = next(fits, None)
         if first is None or not (dropped or doubtful):
@@ -267,14 +304,14 @@ class ValueLookup:
             return next(masks, first)
         return max(masks, key=lambda ref: self._count_zeros(ref, doubtful), default=first)
 
-    def _count_zeros(self, ref: NodeRef, positions: list[Choice]) -> int:
+    def _count_zeros(self, ref: NodeRef, positions: Sequence[Choice]) -> int:
         elements = (self.get_element(ref, *at) for at in positions)
         return sum(element is None or is_const(element, 0) for element in elements)
 
     def _find_columns(self, positions: list[Choice], terms: list[Term]) -> NodeRef | None:
         """Find one candidate per slot."""
         columns = []
-        for k in range(self.slots):
+        for k in range(self.axes.slots):
             of_slot = [(at, term) for at, term in zip(positions, terms, strict=True) if at[1] == k]
             if not of_slot or len(of_slot) == len(positions):
                 return None
@@ -301,3 +338,33 @@ class ValueLookup:
         return any(
             self.get_element(ref, t, k, e) is term for ref in self.candidates if "k" in ref.axes or "e" in ref.axes
         )
+
+
+def _rank_candidates(
+    nodes: Iterable[fx.Node],
+    axes: ValueAxes,
+    inside: Collection[fx.Node],
+    hint_positions: Collection[tuple],
+    options: LiftOptions,
+) -> list[NodeRef]:
+    """List the candidates, the likeliest first."""
+    candidates: list[_Candidate] = []
+    for n in nodes:
+        for unusual, kinds in axes.enumerate(tuple(n.meta["val"].shape)):
+            if options.weights_per_slot and "e" in kinds and {"t", "s"} & set(kinds):
+                continue
+            ref, index = NodeRef(n, kinds), n.meta["index"]
+            rank = (ref.position not in hint_positions, n in inside, unusual)
+            candidates.append(_Candidate(rank, -index if options.align_to_last else index, ref))
+    return [ref for _, _, ref in sorted(candidates, key=lambda candidate: candidate[:2])]
+
+
+def _keep_first_of_equals(semantics: Semantics, refs: list[NodeRef]) -> list[NodeRef]:
+    """Keep the first of equal candidates: each run of a loop may compute `weights[..., None]` again."""
+    first: dict[tuple, NodeRef] = {}
+    for ref in refs:
+        first.setdefault((semantics.term(ref.node), ref.axes, line(ref.node)), ref)
+    return list(first.values())
+
+
+__all__ = ["SlotEffects", "ValueAxes", "ValueLookup"]

@@ -6,7 +6,7 @@ from torch import fx
 
 from moefx.ir.node_values import get_op_name
 from moefx.matching.lift.canonical_form import NodeRef
-from moefx.matching.lift.value_lookup import ValueLookup
+from moefx.matching.lift.value_lookup import ValueAxes, ValueLookup
 from moefx.matching.terms.node_semantics import Semantics
 
 from .small_blocks import TOKENS, D, E, K, Small, capture
@@ -28,7 +28,7 @@ SLOTS = [(t, k, 0) for t in range(TOKENS) for k in range(K)]
 
 def look_up(*nodes: fx.Node) -> ValueLookup:
     semantics = Semantics(CAPTURE.nodes, CAPTURE.concrete_value)
-    return ValueLookup(semantics, [*nodes], (TOKENS,), K, E, set(), None, False, False)
+    return ValueLookup.rank(semantics, nodes, ValueAxes(tokens=(TOKENS,), slots=K, experts=E))
 
 
 def test_a_weight_per_slot():
