@@ -33,7 +33,7 @@ from ..facts.integer_ranges import NARROW
 from .integer_inputs import BUFFER_SEEDS, Observation, are_equal, find_operands, observe_integers
 
 if TYPE_CHECKING:
-    from ..proof.proof_state import ProofState
+    from .proof_view import ProofView
 
 _NOT_A_FLAG = 2  # put into integer masks of 0 and 1, which may be counts
 _MAX_NUMBER = 1 << 30
@@ -41,7 +41,7 @@ _MAX_OF_TENSOR = 6
 _MAX_TRIALS = 100
 
 
-def add_boundary_values(state: ProofState, sizes: dict[str, int]) -> tuple[Arguments, Capture | None]:
+def add_boundary_values(state: ProofView, sizes: dict[str, int]) -> tuple[Arguments, Capture | None]:
     """Return the arguments of a state with the numbers that were found, and a capture with them if one was made."""
     arguments, tried_values = state.arguments, set[ExtraValue]()
     if not any(t.accepts_other_values for t in arguments.tensors) and not has_integers(state.block):
@@ -62,7 +62,7 @@ def add_boundary_values(state: ProofState, sizes: dict[str, int]) -> tuple[Argum
     return arguments, captured
 
 
-def add_larger_flags(state: ProofState, sizes: dict[str, int]) -> tuple[Arguments, Capture] | None:
+def add_larger_flags(state: ProofView, sizes: dict[str, int]) -> tuple[Arguments, Capture] | None:
     """Return the arguments with some entries of 2 in integer masks of 0 and 1, and a capture with them.
 
     None if no argument is such a mask, or the program does not run with a 2.
@@ -74,7 +74,7 @@ def add_larger_flags(state: ProofState, sizes: dict[str, int]) -> tuple[Argument
 
 
 def _observe_doubtful(
-    state: ProofState, arguments: Arguments, sizes: dict[str, int], captured: Capture
+    state: ProofView, arguments: Arguments, sizes: dict[str, int], captured: Capture
 ) -> list[Observation]:
     """Return the observations with one outcome.
 
@@ -100,13 +100,13 @@ def _observe_doubtful(
     return [*open_observations.values()]
 
 
-def can_run(state: ProofState, arguments: Arguments, sizes: dict[str, int]) -> bool:
+def can_run(state: ProofView, arguments: Arguments, sizes: dict[str, int]) -> bool:
     """Return whether the program runs with all numbers of these arguments: one capture per number of a single one."""
     most = max(map(len, (*(t.extra_values for t in arguments.tensors), *arguments.extra_buffer_values.values())))
     return all(_try_capture(state, arguments, sizes, seed) is not None for seed in range(most + 1))
 
 
-def _try_capture(state: ProofState, arguments: Arguments, sizes: dict[str, int], seed: int = 0) -> Capture | None:
+def _try_capture(state: ProofView, arguments: Arguments, sizes: dict[str, int], seed: int = 0) -> Capture | None:
     """Capture with these arguments; None if the program does not run with them, or the capture is refused."""
     with state.trying_arguments(arguments), suppress_program_errors(MoefxError):
         captured = state.capture(Routing("diverse", seed), sizes)

@@ -40,7 +40,7 @@ from . import idle_branches, zero_sum_tests
 from .forced_outcome import ForcedStep, OutcomeKind, find_capture, force_outcome, refuse_change, repeat_outcome
 
 if TYPE_CHECKING:
-    from ..proof.proof_state import ProofState
+    from .proof_view import ProofView
 
 _MAX_NAMED = 1e9
 _MAX_NUMBERS = 80
@@ -60,7 +60,7 @@ class _OpenRead(NamedTuple):
     capture: Capture
 
 
-def flip_branches(state: ProofState) -> None:
+def flip_branches(state: ProofView) -> None:
     """Force the other outcome of each branch, then of several branches at once: the form must stay the same.
 
     Branches that only forced captures reach are forced, too. A float that Python reads takes values that change the
@@ -90,7 +90,7 @@ def flip_branches(state: ProofState) -> None:
     _flip_together(state, flips)
 
 
-def _choose_values(state: ProofState, open_read: _OpenRead, named_numbers: Callable[[], list[float]]) -> list[Any]:
+def _choose_values(state: ProofView, open_read: _OpenRead, named_numbers: Callable[[], list[float]]) -> list[Any]:
     """Choose the values to force: the other boolean, or numbers that change the outcomes of comparisons.
 
     Returns:
@@ -112,7 +112,7 @@ def _choose_values(state: ProofState, open_read: _OpenRead, named_numbers: Calla
     return extremes + _find_boundary_values(state, read, captured, extremes, candidates)
 
 
-def _force_values(state: ProofState, open_read: _OpenRead, values: list[Any]) -> None:
+def _force_values(state: ProofView, open_read: _OpenRead, values: list[Any]) -> None:
     """Force a read to each of some values.
 
     Raises:
@@ -126,7 +126,7 @@ def _force_values(state: ProofState, open_read: _OpenRead, values: list[Any]) ->
             state.add_unforced_length(read.call_stack)  # too few rows: the original need not fail
 
 
-def _describe_step(state: ProofState, open_read: _OpenRead) -> ForcedStep:
+def _describe_step(state: ProofView, open_read: _OpenRead) -> ForcedStep:
     """Describe what decides the outcome of a read."""
     read, is_constant = open_read.read, len(open_read.outcomes) == 1
     if zero_sum_tests.is_zero_test(read):
@@ -140,7 +140,7 @@ def _describe_step(state: ProofState, open_read: _OpenRead) -> ForcedStep:
     return ForcedStep(OutcomeKind.VALUE, read.source)
 
 
-def _flip_together(state: ProofState, flips: list[tuple[HostRead, Any]]) -> None:
+def _flip_together(state: ProofView, flips: list[tuple[HostRead, Any]]) -> None:
     """Force all branches at once, and each pair of branches if there are few.
 
     Raises:
@@ -155,7 +155,7 @@ def _flip_together(state: ProofState, flips: list[tuple[HostRead, Any]]) -> None
         force_outcome(state, ForcedStep(OutcomeKind.VALUE, together[0][0].source), interventions)
 
 
-def _find_open_reads(state: ProofState) -> list[_OpenRead]:
+def _find_open_reads(state: ProofView) -> list[_OpenRead]:
     """Find the reads of Python with one outcome in all captures that are not settled."""
     outcomes: dict[tuple[Source, ...], set[Any]] = {}
     without_rows: dict[tuple[Source, ...], set[Any]] = {}
@@ -195,7 +195,7 @@ def _find_open_reads(state: ProofState) -> list[_OpenRead]:
     ]
 
 
-def _find_zero_weight_reads(state: ProofState) -> set[tuple[Source, ...]]:
+def _find_zero_weight_reads(state: ProofView) -> set[tuple[Source, ...]]:
     """Find tests whether the weights of an expert are zero, if their outcome cannot matter.
 
     Both outcomes must have occurred, and an expert that ran must add nothing if its weights are zero.
@@ -210,7 +210,7 @@ def _find_zero_weight_reads(state: ProofState) -> set[tuple[Source, ...]]:
     return {calls for calls, seen in inert.items() if False not in seen and True in seen and len(outcomes[calls]) == 2}
 
 
-def _find_large_count_reads(state: ProofState) -> dict[tuple[Source, ...], HostRead]:
+def _find_large_count_reads(state: ProofView) -> dict[tuple[Source, ...], HostRead]:
     """Find comparisons of a count with several numbers at one call site (`n in range(300)`, a loop over limits).
 
     Larger counts would have an outcome that no capture has: equal to none of the numbers, or beyond all limits.
@@ -242,7 +242,7 @@ def _find_large_count_reads(state: ProofState) -> dict[tuple[Source, ...], HostR
     return large_reads
 
 
-def _is_limit_test(state: ProofState, read: HostRead) -> bool:
+def _is_limit_test(state: ProofView, read: HostRead) -> bool:
     """Return whether a read compares a number that grows with the tokens to a fixed number."""
     if read.comparison is None or type(read.comparison[1]) not in (int, float):
         return False
@@ -260,7 +260,7 @@ def is_unbounded(ranges: IntegerRanges, read: HostRead) -> bool:
 
 
 def _find_boundary_values(
-    state: ProofState, read: HostRead, captured: Capture, known: list[Any], values: list[Any]
+    state: ProofView, read: HostRead, captured: Capture, known: list[Any], values: list[Any]
 ) -> list[Any]:
     """Find values of a read that change the program: it runs other ops, or other numbers than the value itself change.
 
@@ -385,7 +385,7 @@ def _has_rows(read: HostRead) -> bool:
     return True
 
 
-def _is_shown(state: ProofState, read: HostRead) -> bool:
+def _is_shown(state: ProofView, read: HostRead) -> bool:
     """Return whether a capture of few tokens shows the branch of an expert without tokens.
 
     Raises:

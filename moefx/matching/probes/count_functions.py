@@ -39,12 +39,12 @@ from .load_statistics import is_load_statistic
 from .unreached_limits import find_limits
 
 if TYPE_CHECKING:
-    from ..proof.proof_state import ProofState
+    from .proof_view import ProofView
 
 _LOOKUPS = LOOKUPS | SEARCHES
 
 
-def vary_count_functions(state: ProofState) -> None:
+def vary_count_functions(state: ProofView) -> None:
     """Force different values of numbers that are constant for few tokens.
 
     Raises:
@@ -54,7 +54,7 @@ def vary_count_functions(state: ProofState) -> None:
         force_outcome(state, ForcedStep(OutcomeKind.OP, source, description), {(source, op, True): FORCE_VARIED})
 
 
-def _find_constant_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
+def _find_constant_numbers(state: ProofView) -> dict[tuple[Source, str], str]:
     """Find ops on counts, ranks or positions whose result is constant although their operands, or table, vary.
 
     The result may be a number (`counts // 300`, `relu(counts - 300)`, `table[arange(T) // 300]`), a boolean
@@ -101,7 +101,7 @@ def _find_constant_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
     return {key: _describe_outcome(next(iter(seen))) for key, seen in same.items()}
 
 
-def _is_constant(state: ProofState, site: tuple[Source, str]) -> bool:
+def _is_constant(state: ProofView, site: tuple[Source, str]) -> bool:
     """Return whether an op has one value in all captures, even those in which it does not depend on crowds."""
     seen: set[Any] = set()
     for form in state.evidence.forms:
@@ -178,7 +178,7 @@ def _is_unbounded(ranges: IntegerRanges, node: fx.Node) -> bool:
     return fold_ancestors(node, "grows", grows)
 
 
-def _find_unclamped_numbers(state: ProofState) -> dict[tuple[Source, str], str]:
+def _find_unclamped_numbers(state: ProofView) -> dict[tuple[Source, str], str]:
     """Find ops with fixed limits that no capture reached: `positions % 700`, `counts.clamp(max=300)`."""
     limits_at: dict[tuple[Source, str], set[str]] = {}
     for form in state.evidence.forms:

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 from ...capture.emptiness.idle_tests import check_emptiness_tests
 
 if TYPE_CHECKING:
-    from ..proof.proof_state import ProofState
+    from .proof_view import ProofView
 
 
-def refuse_emptiness_decisions(state: ProofState) -> None:
+def refuse_emptiness_decisions(state: ProofView) -> None:
     """Follow the outcomes of the emptiness tests of all captures through the user's functions.
 
     Raises:

@@ -45,7 +45,7 @@ from .float_decisions import DecisionSite, choose_captures, locate_decision
 from .forced_outcome import ForcedStep, OutcomeKind, find_capture, force_outcome
 
 if TYPE_CHECKING:
-    from ..proof.proof_state import ProofState
+    from .proof_view import ProofView
 
 _SECOND_SELECTION = "a second selection that equalled the first one in all captures"
 _EQUAL_NUMBER = "a number that equalled the expert index in all captures"
@@ -54,7 +54,7 @@ _MAX_NUMBERS = 1 << 12  # that an operand can be, to try them all
 _MOVES = {*ELEMENT_MOVES, *RESHAPED_COPIES, "getitem"}
 
 
-def separate_selections(state: ProofState) -> None:
+def separate_selections(state: ProofView) -> None:
     """Force another outcome of choices that contribute to the routed sum and equal the expert index.
 
     Raises:
@@ -76,7 +76,7 @@ def separate_selections(state: ProofState) -> None:
         _separate(state, site, _swap_tokens(len(first.ids)), _EQUAL_NUMBER, first.capture)
 
 
-def _find_equal_numbers(state: ProofState) -> dict[DecisionSite, CanonicalForm]:
+def _find_equal_numbers(state: ProofView) -> dict[DecisionSite, CanonicalForm]:
     """Find computed numbers that equal the expert index, or one slot of it, in all captures.
 
     Numbers that are moved, or that no routing makes different, are left out.
@@ -194,7 +194,7 @@ def _can_differ(form: CanonicalForm, site: DecisionSite) -> bool:
     return False
 
 
-def _separate(state: ProofState, site: DecisionSite, force: Any, description: str, captured: Capture) -> None:
+def _separate(state: ProofView, site: DecisionSite, force: Any, description: str, captured: Capture) -> None:
     """Force another outcome of a choice. If that changes the form, read all captures from nodes that tell both apart.
 
     Args:
@@ -214,7 +214,7 @@ def _separate(state: ProofState, site: DecisionSite, force: Any, description: st
     except Refused as refusal:
         interventions: dict[Any, Any] = {**capture.interventions, site: force}
         try:
-            parted = state.lift_with_hint(state.capture(capture.routing.restart(), sizes, interventions), None)
+            parted = state.lift(state.capture(capture.routing.restart(), sizes, interventions), follows_evidence=False)
             state.relift_evidence(parted)
             state.add_form(parted)
         except Refused:

@@ -26,14 +26,14 @@ from ...errors import MoefxError
 from ..lift.canonical_form import CanonicalForm
 
 if TYPE_CHECKING:
-    from ..proof.proof_state import ProofState
+    from .proof_view import ProofView
 
 _COUNTS = (0, 1, 2)
 _CONTROLS = (3, 2)  # tokens of a control capture; if neither count can be captured, give up
 _MAX_EXPERTS = 3  # experts to try
 
 
-def vary_expert_counts(state: ProofState) -> None:
+def vary_expert_counts(state: ProofView) -> None:
     """Add captures in which one expert has few tokens, if no capture shows that.
 
     If Python reads values computed from floats, add captures in which its only token scores all experts nearly alike.
@@ -65,7 +65,7 @@ def _depends_on_floats(read: HostRead) -> bool:
     return read.node is not None and (is_abstract(read.node) or bool(find_float_decisions(read.node)))
 
 
-def _find_seen_counts(state: ProofState) -> set[int]:
+def _find_seen_counts(state: ProofView) -> set[int]:
     """Return the numbers of tokens per expert in captures of several tokens without forced outcomes."""
     seen: set[int] = set()
     for form in state.evidence.forms:
@@ -75,7 +75,7 @@ def _find_seen_counts(state: ProofState) -> set[int]:
     return seen
 
 
-def _choose_few_sizes(state: ProofState) -> list[dict[str, int]]:
+def _choose_few_sizes(state: ProofView) -> list[dict[str, int]]:
     """Return small sizes that allow an expert two tokens, on the captures' side of comparisons; empty if none exist."""
     slots, experts = state.evidence.reference.slots, state.num_experts
     if experts <= slots:
@@ -85,7 +85,7 @@ def _choose_few_sizes(state: ProofState) -> list[dict[str, int]]:
 
 
 def _lift_count(
-    state: ProofState,
+    state: ProofView,
     expert: int,
     routing: Routing,
     sizes: dict[str, int],

@@ -29,14 +29,14 @@ from ..terms.parameter_slices import ParameterSlice, Siblings, get_tensor, guess
 from .boundary_values import can_run, evaluate_path, find_integer_ancestors, find_path
 
 if TYPE_CHECKING:
-    from ..proof.proof_state import ProofState
+    from .proof_view import ProofView
 
 _MAX_EXTRA = 8
 _MIN_CHANCE = 1e-3
 _MAX_NUMBERS = 4096
 
 
-def show_all_experts(state: ProofState) -> None:
+def show_all_experts(state: ProofView) -> None:
     """Count the experts, and capture until each one has run.
 
     Raises:
@@ -62,7 +62,7 @@ def show_all_experts(state: ProofState) -> None:
             extra = _MAX_EXTRA
 
 
-def _choose_by_numbers(state: ProofState, missing: set[int]) -> None:
+def _choose_by_numbers(state: ProofView, missing: set[int]) -> None:
     """Lift all captures again with integers that choose the missing experts, if arguments or buffers choose experts.
 
     The example may lack the tokens that choose them, and a table of experts that is loaded later is all zeros.
@@ -108,7 +108,7 @@ def _find_choosing_numbers(captured: Capture, node: fx.Node, leaf: fx.Node, expe
     return number_by_expert
 
 
-def _find_zero_experts(state: ProofState) -> set[int]:
+def _find_zero_experts(state: ProofView) -> set[int]:
     """Return the ids that are chosen and never contribute: experts that do nothing.
 
     They must be chosen too often for chance, both in slots and in captures. Masks, a capacity, or a buffer that allows
@@ -121,7 +121,7 @@ def _find_zero_experts(state: ProofState) -> set[int]:
     return {e for e, n in Counter(e for e, _ in captures).items() if e in by_slots & by_captures and n > 1}
 
 
-def _count_experts(state: ProofState) -> int:
+def _count_experts(state: ProofView) -> int:
     """Return the number of experts: the maximum over lengths of stacks, counts of sibling modules, and ids + 1."""
     first = state.evidence.reference
     total = max(state.evidence.seen_experts) + 1
@@ -137,7 +137,7 @@ def _count_experts(state: ProofState) -> int:
     return total
 
 
-def _count_stacked(state: ProofState, table: dict[int, ParameterSlice], tables: list[dict[int, ParameterSlice]]) -> int:
+def _count_stacked(state: ProofView, table: dict[int, ParameterSlice], tables: list[dict[int, ParameterSlice]]) -> int:
     """Return how many experts a stacked tensor has parts for, divided among its tables; 0 if not numbered by expert."""
     if any(guess_experts(part, state.siblings)[:1] != [e] for e, part in table.items()):
         return 0
@@ -148,7 +148,7 @@ def _count_stacked(state: ProofState, table: dict[int, ParameterSlice], tables: 
     return length // (1 + len(disjoint))
 
 
-def _find_stack(state: ProofState, part: ParameterSlice) -> tuple[Any, int]:
+def _find_stack(state: ProofView, part: ParameterSlice) -> tuple[Any, int]:
     """Return the stacked tensor (FQN and steps to it) that contains a slice, and its number of parts."""
     shape = get_tensor(state.block, part.fqn).shape
     for i, (op, *rest) in enumerate(part.steps):
@@ -162,7 +162,7 @@ def _find_stack(state: ProofState, part: ParameterSlice) -> tuple[Any, int]:
     return part.fqn, 0
 
 
-def _count_siblings(state: ProofState, table: dict[int, ParameterSlice]) -> int:
+def _count_siblings(state: ProofView, table: dict[int, ParameterSlice]) -> int:
     """Return the number of sibling modules that hold experts, if their numbers are the experts' ids; otherwise 0.
 
     A shared expert in their list does not count.

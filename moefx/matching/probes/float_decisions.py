@@ -27,7 +27,7 @@ from ..lift.canonical_form import CanonicalForm
 from .forced_outcome import ForcedStep, OutcomeKind, force_outcome
 
 if TYPE_CHECKING:
-    from ..proof.proof_state import ProofState
+    from .proof_view import ProofView
 
 _COMPARISON = "a comparison with the same outcome in all captures"
 _TOGETHER = "one of several comparisons with the same outcome in all captures"
@@ -54,7 +54,7 @@ class _Decision:
     outcomes_by_group: list[set[int]] = dataclasses.field(default_factory=list)
 
 
-def mix_decisions(state: ProofState) -> None:
+def mix_decisions(state: ProofView) -> None:
     """Force mixed outcomes of comparisons of floats, and of integers made of floats, that had one outcome in all
     captures.
 
@@ -71,7 +71,7 @@ def mix_decisions(state: ProofState) -> None:
         _force_each(state, comparisons[0].source, all_sites, _TOGETHER, comparisons[0].forms[:1])
 
 
-def _find_decisions(state: ProofState) -> list[_Decision]:
+def _find_decisions(state: ProofView) -> list[_Decision]:
     """Return the decisions that no capture forced, one per op and call stack."""
     decisions: dict[tuple[Any, str, str], _Decision] = {}
     for form in state.evidence.forms:
@@ -99,7 +99,7 @@ def _find_decisions(state: ProofState) -> list[_Decision]:
 
 
 def _force_each(
-    state: ProofState, source: Source, sites: frozenset[DecisionSite], description: str, forms: list[CanonicalForm]
+    state: ProofView, source: Source, sites: frozenset[DecisionSite], description: str, forms: list[CanonicalForm]
 ) -> None:
     """Force mixed outcomes in one capture of each kind of routing, once."""
     step = ForcedStep(OutcomeKind.OP, source, description)

@@ -16,7 +16,7 @@ from ...capture.tracing.host_reads import Interventions
 from ...errors import MoefxError, Refused
 
 if TYPE_CHECKING:
-    from ..proof.proof_state import ProofState
+    from .proof_view import ProofView
 
 DECIDE_OUTSIDE = (
     "test an attribute that is set outside of forward, such as `if self.is_warming_up`, and compile the model in its "
@@ -54,7 +54,7 @@ class ForcedStep:
 
 
 def force_outcome(
-    state: ProofState,
+    state: ProofView,
     step: ForcedStep,
     interventions: Interventions,
     base: Capture | None = None,
@@ -118,7 +118,7 @@ def repeat_outcome(base: Capture, calls: tuple[Source, ...], value: Any) -> Any:
     return LimitedOutcome(value, _REPEATS * (len(reads) + 1), compared)
 
 
-def find_capture(state: ProofState, base: Capture | None, interventions: Interventions) -> int | None:
+def find_capture(state: ProofView, base: Capture | None, interventions: Interventions) -> int | None:
     """Return the index of a capture in the evidence, and 0 without a capture.
 
     If the proof has dropped the capture, return another one with something to force, or None if there is none.

@@ -31,7 +31,7 @@ from ..facts.op_classes import FLAT_MOVES, MASK_REDUCTIONS, NEGATIONS
 
 if TYPE_CHECKING:
     from ..lift.canonical_form import CanonicalForm
-    from ..proof.proof_state import ProofState
+    from .proof_view import ProofView
 
 _MAX_CAPTURES = 8
 _STEPS = FLAT_MOVES | NEGATIONS | MASK_REDUCTIONS | COMPARE.keys()
@@ -161,7 +161,7 @@ def _is_count(node: Any) -> bool:
     return False
 
 
-def show_idle_expert(state: ProofState, read: HostRead) -> bool:
+def show_idle_expert(state: ProofView, read: HostRead) -> bool:
     """Add a capture of few tokens that leaves an expert idle, if the read only tests whether an expert has tokens.
 
     Returns:
@@ -191,7 +191,7 @@ def show_idle_expert(state: ProofState, read: HostRead) -> bool:
     return read.value == test.if_some and _marks_one_expert(test.mask)
 
 
-def _lift_few_tokens(state: ProofState, read: HostRead, seed: int) -> CanonicalForm | None:
+def _lift_few_tokens(state: ProofView, read: HostRead, seed: int) -> CanonicalForm | None:
     """Lift a capture of two or three tokens; None if it has the same outcome, or the program does not run."""
     sizes = state.size_choice.choose_sequence(2 + seed % 2)
     routing = Routing(("overloaded", "diverse")[seed // 2 % 2], 40 + seed)

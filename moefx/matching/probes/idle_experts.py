@@ -31,7 +31,7 @@ from .boundary_values import evaluate_path, find_integer_ancestors, find_path
 from .integer_inputs import find_doubtful_nodes
 
 if TYPE_CHECKING:
-    from ..proof.proof_state import ProofState
+    from .proof_view import ProofView
 
 _MAX_CAPTURES = 4
 _MAX_NUMBERS = 64
@@ -53,7 +53,7 @@ class Concentration(NamedTuple):
         return torch.full_like(value, self.number)
 
 
-def leave_experts_idle(state: ProofState) -> None:
+def leave_experts_idle(state: ProofView) -> None:
     """Add captures in which tokens concentrate on one number of an argument, if that changes an outcome.
 
     Captures that do not have the form of the others are left to the probes that force an outcome.
@@ -73,7 +73,7 @@ def leave_experts_idle(state: ProofState) -> None:
             state.add_form(form)
 
 
-def concentrate_tokens(state: ProofState) -> None:
+def concentrate_tokens(state: ProofView) -> None:
     """Check the form of many tokens that all choose the same experts, if the program tests which experts are idle.
 
     Raises:
@@ -86,7 +86,7 @@ def concentrate_tokens(state: ProofState) -> None:
         state.evidence.require_same_form(state.capture_and_lift(Routing("concentrated", seed), most))
 
 
-def _find_concentrations(state: ProofState, captured: Capture, node: fx.Node) -> Iterator[Concentration]:
+def _find_concentrations(state: ProofView, captured: Capture, node: fx.Node) -> Iterator[Concentration]:
     """Yield the concentrations that change the outcome of a boolean node."""
     ancestors = find_integer_ancestors(node)
     for leaf in (n for n in ancestors if n.op == "placeholder"):

@@ -43,7 +43,7 @@ from ..facts.op_classes import CLAMPS, COPIES, FILLS, INTEGER_FUNCTIONS, LOOKUPS
 from ..lift.canonical_form import CanonicalForm
 
 if TYPE_CHECKING:
-    from ..proof.proof_state import ProofState
+    from .proof_view import ProofView
 
 BUFFER_SEEDS = (2, 3, 4)  # seeds of captures in which buffers have other values
 _FIRST_BOUNDARY_SEED = 50  # first seed of captures that use the numbers of `boundary_values`
@@ -137,7 +137,7 @@ def find_operands(n: fx.Node) -> list[fx.Node]:
     return [a for b in n.all_input_nodes for a in (b.all_input_nodes if b.meta.get("val") is None else [b])]
 
 
-def vary_integer_inputs(state: ProofState) -> None:
+def vary_integer_inputs(state: ProofView) -> None:
     """Capture with each number of `boundary_values`, then force another outcome of each result with one outcome.
 
     An outcome is forced in a capture that has the result: one behind a branch occurs only there.
@@ -177,7 +177,7 @@ def _is_test_of_tokens(node: fx.Node) -> bool:
     return val.dtype is torch.bool and not val.dim() and depends_on_arguments(node)
 
 
-def _capture_few_tokens(state: ProofState, seed: int) -> None:
+def _capture_few_tokens(state: ProofView, seed: int) -> None:
     """Add a capture of about three tokens, if it has the form of the others: `vary_token_counts` refuses another."""
     near = state.arguments.choose_tokens_near(3, avoid=(state.evidence.reference.slots,))
     sizes = state.size_choice.choose_sequence(near)
@@ -186,7 +186,7 @@ def _capture_few_tokens(state: ProofState, seed: int) -> None:
             state.add_form(state.capture_and_lift(Routing("diverse", seed), sizes))
 
 
-def find_doubtful_nodes(state: ProofState) -> list[fx.Node]:
+def find_doubtful_nodes(state: ProofView) -> list[fx.Node]:
     """Return the nodes of the first capture that had one outcome in all captures."""
     observed = [observe_integers(form.capture) for form in state.evidence.forms]
     return [observed[0][run].node for run in _find_doubtful_runs(observed) if run in observed[0]]
@@ -212,7 +212,7 @@ def _find_doubtful_runs(observed: list[dict[OpRun, Observation]]) -> list[OpRun]
     return [run for run, observation in merged if observation.is_doubtful]
 
 
-def _force_other_value(state: ProofState, node: fx.Node, index: int) -> None:
+def _force_other_value(state: ProofView, node: fx.Node, index: int) -> None:
     """Force another outcome of a node in the capture with this index, which must not change the experts.
 
     Raises:

@@ -33,7 +33,7 @@ from ..lift.canonical_form import max_capture_tokens
 from .unreached_limits import MAX_CROWD_TOKENS
 
 if TYPE_CHECKING:
-    from ..proof.proof_state import ProofState
+    from .proof_view import ProofView
 
 _LEAK_SIZES = (131, 261, 517, 1029, 2053)  # no powers of two, which programs often treat separately
 _MARGIN = 0.85  # for tokens outside the crowd
@@ -57,7 +57,7 @@ class Difference(NamedTuple):
 class _CommonBehaviour:
     """The lines that ran in all captures, and the numbers that were equal in all."""
 
-    def __init__(self, state: ProofState):
+    def __init__(self, state: ProofView):
         many = [form.capture for form in state.evidence.forms if math.prod(form.tokens) > 1]
         self.state = state
         self.all_lines = set().union(*map(_collect_lines, many))
@@ -144,7 +144,7 @@ class _CommonBehaviour:
         return not self.has_drops and not form.kept_slots.all()
 
 
-def vary_leaked_sizes(state: ProofState) -> None:
+def vary_leaked_sizes(state: ProofView) -> None:
     """Capture more tokens, if a size or a load became a plain number.
 
     If other lines run than in all captures, guard the form to hold below that size. If a constant number changes, add a
@@ -187,7 +187,7 @@ def vary_leaked_sizes(state: ProofState) -> None:
         below = tokens
 
 
-def try_round_sizes(state: ProofState) -> None:
+def try_round_sizes(state: ProofView) -> None:
     """Compare sizes that are powers of two, squares and multiples, or that the code names, with their neighbours.
 
     Raises:
@@ -218,7 +218,7 @@ def try_round_sizes(state: ProofState) -> None:
             )
 
 
-def _find_next(state: ProofState, tokens: int, step: int) -> int:
+def _find_next(state: ProofView, tokens: int, step: int) -> int:
     """Return the next number of tokens in direction `step` with other sizes."""
     candidates = range(tokens + step, tokens + _FEW * step, step)
     return next(
@@ -227,11 +227,11 @@ def _find_next(state: ProofState, tokens: int, step: int) -> int:
     )
 
 
-def _has_leaks(state: ProofState) -> bool:
+def _has_leaks(state: ProofView) -> bool:
     return any(form.capture.sizes.leaks for form in state.evidence.forms)
 
 
-def guard_constant_expressions(state: ProofState) -> None:
+def guard_constant_expressions(state: ProofView) -> None:
     """Guard each expression of sizes (`S % 2`) that is constant over the captures, but not over sizes between them."""
     largest = state.arguments.tokens_per_unit * max(math.prod(sizes.values()) for sizes in state.evidence.sizes)
     for text in sorted(set().union(*[form.capture.sizes.used for form in state.evidence.forms])):
@@ -242,7 +242,7 @@ def guard_constant_expressions(state: ProofState) -> None:
                 state.add_guard(SizeGuard(text, "eq", str(seen.pop()), True))
 
 
-def _changes_later(state: ProofState) -> bool:
+def _changes_later(state: ProofView) -> bool:
     """Return whether an expression of sizes with one value in the captures has others at more tokens.
 
     `max(S // 16, 1)` is 1 at 3, 17 and 29 tokens, and the capture of 3 tokens need not even show the division.
@@ -257,7 +257,7 @@ def _changes_later(state: ProofState) -> bool:
 
 
 def _confirm_at(
-    state: ProofState, tokens: int, below: SizeGuard, has_changed_numbers: Callable[[Capture], bool]
+    state: ProofView, tokens: int, below: SizeGuard, has_changed_numbers: Callable[[Capture], bool]
 ) -> bool:
     """Add a capture of sequences of at least `tokens` tokens, at which a number has changed.
 

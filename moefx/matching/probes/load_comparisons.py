@@ -36,7 +36,7 @@ from .forced_outcome import ForcedStep, OutcomeKind, force_outcome, refuse_chang
 from .unreached_limits import MAX_CROWD_TOKENS, choose_even_sizes, is_made_of_rows
 
 if TYPE_CHECKING:
-    from ..proof.proof_state import ProofState
+    from .proof_view import ProofView
 
 _MAX_TOKENS = 130  # limit of captures with uneven loads
 _MAX_SIDES = 4
@@ -82,7 +82,7 @@ class _Side(NamedTuple):
     optional: SizeGuard | None
 
 
-def vary_loads(state: ProofState) -> None:
+def vary_loads(state: ProofView) -> None:
     """Add captures of uneven and even loads, and captures in which comparisons of loads have the outcome of a crowd
     for each expert, if Python compares loads.
 
@@ -107,7 +107,7 @@ def vary_loads(state: ProofState) -> None:
     _force_all_large(state, [c for c in comparisons.values() if c.limit is not None], bases)
 
 
-def _force_all_large(state: ProofState, ordered: list[_Comparison], bases: list[Capture]) -> None:
+def _force_all_large(state: ProofView, ordered: list[_Comparison], bases: list[Capture]) -> None:
     """Force all comparisons to the outcome of a crowd at once: one may matter only together with another.
 
     Raises:
@@ -123,7 +123,7 @@ def _force_all_large(state: ProofState, ordered: list[_Comparison], bases: list[
         force_outcome(state, step, interventions, base)
 
 
-def _find_comparisons(state: ProofState) -> dict[_Calls, _Comparison]:
+def _find_comparisons(state: ProofView) -> dict[_Calls, _Comparison]:
     """Return comparisons of numbers that grow with the tokens, one per call site, except tests for zero tokens."""
     comparisons: dict[_Calls, _Comparison] = {}
     for form in state.evidence.forms:
@@ -177,7 +177,7 @@ def _compares_load(capture: Capture, read: HostRead) -> bool:
     return bool((compared_range[1] >= UNBOUNDED // 2).any())
 
 
-def _list_routings(state: ProofState) -> list[Routing]:
+def _list_routings(state: ProofView) -> list[Routing]:
     """Return the routings to try, in this order.
 
     The first two crowd the last and the first expert: one other expert has no token, the rest have one each. The third
@@ -192,7 +192,7 @@ def _list_routings(state: ProofState) -> list[Routing]:
     ]
 
 
-def _find_sides(state: ProofState) -> list[_Side]:
+def _find_sides(state: ProofView) -> list[_Side]:
     """Return the sides of comparisons of sizes that captures of several tokens took, those of most tokens first."""
     sides: dict[tuple[bool, ...], _Side] = {}
     for form in state.evidence.forms:
@@ -210,7 +210,7 @@ def _rank_tokens(tokens: int) -> float:
     return tokens if tokens <= _MAX_TOKENS else 1 / tokens
 
 
-def _compare_sizes(state: ProofState, sizes: dict[str, int]) -> tuple[bool, ...]:
+def _compare_sizes(state: ProofView, sizes: dict[str, int]) -> tuple[bool, ...]:
     """Return the outcomes at `sizes` of the comparisons of sizes that had both outcomes among the captures."""
     guards = dict.fromkeys(state.evidence.seen_guards())
     return tuple(
@@ -218,7 +218,7 @@ def _compare_sizes(state: ProofState, sizes: dict[str, int]) -> tuple[bool, ...]
     )
 
 
-def _find_outcomes(state: ProofState, side: _Side | None) -> dict[_Calls, set[Any]]:
+def _find_outcomes(state: ProofView, side: _Side | None) -> dict[_Calls, set[Any]]:
     """Return the values of Python's reads by call site, on one side or on all."""
     outcomes: dict[_Calls, set[Any]] = {}
     for form in state.evidence.forms:
@@ -229,7 +229,7 @@ def _find_outcomes(state: ProofState, side: _Side | None) -> dict[_Calls, set[An
 
 
 def _add_capture(
-    state: ProofState, routing: Routing, side: _Side, comparisons: dict[_Calls, _Comparison]
+    state: ProofView, routing: Routing, side: _Side, comparisons: dict[_Calls, _Comparison]
 ) -> Capture | None:
     """Add a capture under a routing as evidence.
 
@@ -258,7 +258,7 @@ def _add_capture(
     return captured
 
 
-def _find_new_outcome(state: ProofState, captured: Capture, comparisons: dict[_Calls, _Comparison]) -> HostRead:
+def _find_new_outcome(state: ProofView, captured: Capture, comparisons: dict[_Calls, _Comparison]) -> HostRead:
     """Return a comparison with an outcome that the first capture does not have; any comparison if all have."""
     first = {(read.call_stack, read.value) for read in state.evidence.reference.capture.reads}
     new = [r for r in captured.reads if r.call_stack in comparisons and (r.call_stack, r.value) not in first]
@@ -266,7 +266,7 @@ def _find_new_outcome(state: ProofState, captured: Capture, comparisons: dict[_C
 
 
 def _force_large_load(
-    state: ProofState, comparison: _Comparison, bases: list[Capture], outcomes: dict[_Calls, set[Any]]
+    state: ProofView, comparison: _Comparison, bases: list[Capture], outcomes: dict[_Calls, set[Any]]
 ) -> None:
     """Force a comparison to the outcome of a crowd for all experts.
 
@@ -307,7 +307,7 @@ def _force_large_load(
                 return
 
 
-def _load_every_expert(state: ProofState, comparison: _Comparison) -> bool:
+def _load_every_expert(state: ProofView, comparison: _Comparison) -> bool:
     """Add a capture in which each expert really has as many tokens as a crowd, up to `MAX_CROWD_TOKENS` in all.
 
     Returns:

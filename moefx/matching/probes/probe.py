@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..proof.proof_state import ProofState
+    from .proof_view import ProofView
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,12 +16,12 @@ class Probe:
 
     Attributes:
         run: finds the targets in the evidence, intervenes in a capture of each, and judges the result: one more
-            capture that must agree, a guard, or `Refused`.
+            capture that must agree, a guard, or `Refused`. `ProofView` lists all that it may do.
         protects_from: what a wrong rewrite would miss without it, or a refusal that it prevents.
         again: why it runs again, or "".
     """
 
-    run: Callable[[ProofState], None]
+    run: Callable[[ProofView], None]
     protects_from: str
     again: str = ""
 

@@ -22,10 +22,10 @@ from ...errors import Refused
 
 if TYPE_CHECKING:
     from ...capture.code_locations import Source
-    from ..proof.proof_state import ProofState
+    from .proof_view import ProofView
 
 
-def refuse_python_integers(state: ProofState) -> None:
+def refuse_python_integers(state: ProofView) -> None:
     """Compare the values that Python reads at one call site, in all captures with equally many reads there.
 
     Raises:

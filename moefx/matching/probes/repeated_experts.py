@@ -32,7 +32,7 @@ from ..lift.repeated_choices import RepeatedChoiceRefused
 from ..lift.same_form import require_same_form
 
 if TYPE_CHECKING:
-    from ..proof.proof_state import ProofState
+    from .proof_view import ProofView
 
 _MOVES = MOVES - {"cat", "constant_pad_nd", "stack"} | {"_to_copy"}  # ops on one tensor that create no new elements
 _MAX_PAIRED_SLOTS = 8  # up to this many slots, try every pair of them
@@ -41,7 +41,7 @@ _TOKENS_PER_CHANGE = 3  # one token in this many repeats an expert, the others s
 _Change = Callable[[list[torch.Tensor]], torch.Tensor]
 
 
-def repeat_experts(state: ProofState) -> None:
+def repeat_experts(state: ProofView) -> None:
     """Let tokens choose an expert twice, if the program allows it.
 
     Raises:
@@ -80,7 +80,7 @@ def _has_shown(form: CanonicalForm, i: int, pairs: list[tuple[int, int | None]])
 
 
 def _lift_with_choices(
-    state: ProofState, sizes: dict[str, int], interventions: Interventions, refusal: Refused
+    state: ProofView, sizes: dict[str, int], interventions: Interventions, refusal: Refused
 ) -> CanonicalForm | None:
     """Lift a capture with forced choices.
 

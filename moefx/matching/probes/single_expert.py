@@ -15,10 +15,10 @@ from ..lift.lifter import ONE_EXPERT
 
 if TYPE_CHECKING:
     from ..lift.canonical_form import CanonicalForm
-    from ..proof.proof_state import ProofState
+    from .proof_view import ProofView
 
 
-def refuse_single_expert(state: ProofState) -> None:
+def refuse_single_expert(state: ProofView) -> None:
     """Require two experts.
 
     Raises:

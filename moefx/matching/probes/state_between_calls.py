@@ -25,10 +25,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...errors import Refused
 
 if TYPE_CHECKING:
-    from ..proof.proof_state import ProofState
+    from .proof_view import ProofView
 
 
-def vary_state_between_calls(state: ProofState) -> None:
+def vary_state_between_calls(state: ProofView) -> None:
     """Change the attributes that a call leaves behind, and require the form of the next call to be the same.
 
     Raises:

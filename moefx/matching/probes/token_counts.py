@@ -23,14 +23,14 @@ from ..lift.canonical_form import CanonicalForm
 from ..lift.lifter import NothingRouted
 
 if TYPE_CHECKING:
-    from ..proof.proof_state import ProofState
+    from .proof_view import ProofView
 
 _MAX_EXPERTS = 64  # of blocks that are captured with many tokens, which takes long
 _MAX_TRIALS = 6
 _MAX_TRIALS_ELSEWHERE = 2  # at sizes at which the program may take a branch without experts
 
 
-def show_all_slots(state: ProofState) -> None:
+def show_all_slots(state: ProofView) -> None:
     """Capture a few tokens, which fit into the capacity with all slots, if some capture drops slots."""
     if all(bool(form.kept_slots.all()) for form in state.evidence.forms):
         return
@@ -40,7 +40,7 @@ def show_all_slots(state: ProofState) -> None:
         state.add_form(form)
 
 
-def vary_token_counts(state: ProofState) -> None:
+def vary_token_counts(state: ProofView) -> None:
     """Capture a few tokens, one, and many. Guard a form that one token, or many, do not have.
 
     Raises:
@@ -55,7 +55,7 @@ def vary_token_counts(state: ProofState) -> None:
         _vary_many_tokens(state, many)
 
 
-def _vary_few_token_counts(state: ProofState) -> None:
+def _vary_few_token_counts(state: ProofView) -> None:
     """Capture about three tokens, also on the captures' side of each comparison of sizes.
 
     Raises:
@@ -75,7 +75,7 @@ def _vary_few_token_counts(state: ProofState) -> None:
         _vary_few_tokens(state, sizes)
 
 
-def _vary_one_token(state: ProofState, sizes: dict[str, int]) -> None:
+def _vary_one_token(state: ProofView, sizes: dict[str, int]) -> None:
     """Capture one token, or guard the form to hold for more than one.
 
     One token shows the form only if it chooses experts that do something: try several choices.
@@ -94,7 +94,7 @@ def _vary_one_token(state: ProofState, sizes: dict[str, int]) -> None:
         state.add_guard(more_than_one)
 
 
-def _vary_many_tokens(state: ProofState, sizes: dict[str, int]) -> None:
+def _vary_many_tokens(state: ProofView, sizes: dict[str, int]) -> None:
     """Capture many tokens.
 
     A limit on counts may drop all tokens except those at uncrowded experts: try several routings until some are kept.
@@ -113,13 +113,13 @@ def _vary_many_tokens(state: ProofState, sizes: dict[str, int]) -> None:
         raise form
 
 
-def _find_one_sided_guards(state: ProofState) -> list[SizeGuard]:
+def _find_one_sided_guards(state: ProofView) -> list[SizeGuard]:
     """Find the comparisons of sizes with one outcome in all captures: others do not exclude any sizes."""
     return [g for g in state.evidence.seen_guards() if all(g.holds(sizes) for sizes in state.evidence.sizes)]
 
 
 def _try_add(
-    state: ProofState, routing: Routing, sizes: dict[str, int], optional: SizeGuard | None
+    state: ProofView, routing: Routing, sizes: dict[str, int], optional: SizeGuard | None
 ) -> CanonicalForm | Exception:
     """Add the form of a capture, and return it, or the reason why there is none that agrees with the others."""
     result = _try_lift(state, routing, sizes)
@@ -131,7 +131,7 @@ def _try_add(
     return result
 
 
-def _vary_few_tokens(state: ProofState, sizes: dict[str, int]) -> None:
+def _vary_few_tokens(state: ProofView, sizes: dict[str, int]) -> None:
     """Capture a few tokens that spread out, and a few that crowd on some experts.
 
     The crowd leaves experts idle, which a program may test. Sizes at which the program raises an error are skipped.
@@ -169,7 +169,7 @@ def _vary_few_tokens(state: ProofState, sizes: dict[str, int]) -> None:
 
 
 def _lift_first_routed(
-    state: ProofState, kind: RoutingKind, seed: int, sizes: dict[str, int]
+    state: ProofView, kind: RoutingKind, seed: int, sizes: dict[str, int]
 ) -> CanonicalForm | Exception:
     """Lift the first of several captures in which an expert runs: a few tokens may all be masked."""
     result: CanonicalForm | Exception = Refused("no routing was tried")
@@ -180,7 +180,7 @@ def _lift_first_routed(
     return result
 
 
-def _try_lift(state: ProofState, routing: Routing, sizes: dict[str, int]) -> CanonicalForm | Exception:
+def _try_lift(state: ProofView, routing: Routing, sizes: dict[str, int]) -> CanonicalForm | Exception:
     """Return the form of a capture; else the refusal, or the error that the program raises at these sizes."""
     try:
         captured = state.capture(routing, sizes)

@@ -32,7 +32,7 @@ from ..lift.canonical_form import CanonicalForm
 from .load_statistics import has_loads
 
 if TYPE_CHECKING:
-    from ..proof.proof_state import ProofState
+    from .proof_view import ProofView
 
 _MAX_CROWDS = 4  # captures that go beyond limits
 _CROWD_SHARE = 0.85  # of the tokens choose one expert under "overloaded" and "contested": 0.9 on average
@@ -42,7 +42,7 @@ UNKNOWN = 0  # limit of a number that is no plain count: the tokens that reach i
 OpSite = tuple[Source, str]
 
 
-def overflow_limits(state: ProofState) -> None:
+def overflow_limits(state: ProofView) -> None:
     """Capture as many tokens as it takes to go beyond the limits that no capture reached. If that fails, guard the
     form to hold for fewer tokens.
 
@@ -59,7 +59,7 @@ def overflow_limits(state: ProofState) -> None:
     _overflow_every_expert(state)
 
 
-def _find_lowest_unreached(state: ProofState) -> int | None:
+def _find_lowest_unreached(state: ProofView) -> int | None:
     """Find the lowest limit that no capture reached, and that more tokens can reach.
 
     Raises:
@@ -91,11 +91,11 @@ def _find_lowest_unreached(state: ProofState) -> int | None:
     return lowest
 
 
-def _find_limits_by_capture(state: ProofState) -> list[dict[OpSite, int | None]]:
+def _find_limits_by_capture(state: ProofView) -> list[dict[OpSite, int | None]]:
     return [find_limits(form.capture, state.evidence.unforced_lengths) for form in state.evidence.forms]
 
 
-def _add_crowd_beyond(state: ProofState, limit: int, attempt: int) -> bool:
+def _add_crowd_beyond(state: ProofView, limit: int, attempt: int) -> bool:
     """Add a capture in which more tokens than a limit choose one expert.
 
     Some limits hold for all choices, some for first choices only: the kind of the routing changes by `attempt`.
@@ -117,7 +117,7 @@ def _add_crowd_beyond(state: ProofState, limit: int, attempt: int) -> bool:
     return True
 
 
-def _overflow_every_expert(state: ProofState) -> None:
+def _overflow_every_expert(state: ProofView) -> None:
     """Add a capture in which each expert exceeds the limits, unless it needs too many tokens. A limit may hold for one
     expert only (`(rank >= 16) & (chosen == 3)`).
 
@@ -138,7 +138,7 @@ def _overflow_every_expert(state: ProofState) -> None:
     state.add_form(form, may_relift=True)
 
 
-def choose_even_sizes(state: ProofState, limit: int) -> dict[str, int] | None:
+def choose_even_sizes(state: ProofView, limit: int) -> dict[str, int] | None:
     """Choose sizes at which an even routing gives each expert more choices than `limit`. None if these take more than
     `MAX_CROWD_TOKENS` tokens, or the proof does not cover them."""
     slots, experts = state.evidence.reference.slots, state.num_experts

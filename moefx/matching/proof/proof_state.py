@@ -1,6 +1,7 @@
 """The state of a proof: makes and lifts captures, and holds the evidence and the guards.
 
-`prove` and the probes read a `ProofState` through its properties, and change it through its methods only.
+`prove` reads a `ProofState` through its properties, and changes it through its methods only. Probes see less of it: see
+`probes.proof_view`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _MAX_GROWTH = 20  # nodes of a capture with forced outcomes, in captures without
 
 
 class ProofState:
-    """What `prove` and the probes work on.
+    """What `prove` works on, and the probes through a `ProofView`.
 
     Args:
         max_experts: an upper bound on the number of experts, which decides the number of tokens of captures.
@@ -141,9 +142,17 @@ class ProofState:
         """Capture the block once, and lift the capture like the others."""
         return self.lift(self.capture(routing, sizes, interventions))
 
-    def lift(self, captured: Capture) -> CanonicalForm:
-        """Lift a capture with the options and expert parameters of the other captures."""
-        return self.lift_with_hint(captured, merge_experts(forms) if (forms := self.evidence.forms) else None)
+    def lift(self, captured: Capture, follows_evidence: bool = True) -> CanonicalForm:
+        """Lift a capture with the options and expert parameters of the other captures.
+
+        Args:
+            follows_evidence: try the nodes of the other captures first.
+
+        Raises:
+            Refused: the capture has no canonical form.
+        """
+        forms = self.evidence.forms if follows_evidence else ()
+        return self.lift_with_hint(captured, merge_experts(forms) if forms else None)
 
     def lift_with_hint(
         self, captured: Capture, hint: CanonicalForm | None, align_to_last: bool = False

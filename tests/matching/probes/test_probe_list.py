@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import sys
 from pathlib import Path
 
 import pytest
 
+from moefx.matching.probes import probe_list
 from moefx.matching.probes.probe_list import PROBES
+from moefx.matching.probes.proof_view import EvidenceView, ProofView
+
+from ..test_proof_state import new_state
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -25,6 +30,29 @@ def test_a_repeated_probe_has_a_reason():
 def test_each_probe_shows_a_program_that_it_protects_from(name):
     header = inspect.getdoc(sys.modules[name])
     assert header and "Protects from" in header and "::\n\n    " in header
+
+
+def list_uses(tree: ast.Module) -> set[tuple[str, str]]:
+    """List the attributes that a module reads of a proof and of its evidence, each with the name of its owner."""
+    owners = {"state": "state", "evidence": "evidence"}
+    return {
+        (owner, node.attr)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, (ast.Name, ast.Attribute))
+        if (owner := owners.get(getattr(node.value, "attr", getattr(node.value, "id", ""))))
+    }
+
+
+@pytest.mark.parametrize("file", sorted(Path(probe_list.__file__).parent.glob("*.py")), ids=lambda file: file.stem)
+def test_a_probe_does_only_what_its_view_of_the_proof_allows(file):
+    allowed = {("state", name) for name in vars(ProofView)} | {("evidence", name) for name in vars(EvidenceView)}
+    assert list_uses(ast.parse(file.read_text())) <= allowed
+
+
+def test_a_proof_has_all_that_probes_may_use():
+    state = new_state()
+    for owner, view in ((state, ProofView), (state.evidence, EvidenceView)):
+        assert not [name for name in vars(view) if not name.startswith("_") and name not in dir(owner)]
 
 
 def read_table(page: str, heading: str) -> list[list[str]]:
