@@ -11,6 +11,7 @@ from .errors import MoefxError, NoMoEBlockFound
 from .ir.op_providers import load_before_first_choice
 
 if TYPE_CHECKING:
+    from . import integrations
     from .api import Explanation, compile, explain, verify
     from .checkpoints.load import load_pretrained
     from .checkpoints.save import save_pretrained
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Block", "Explanation", "MoefxError", "NoMoEBlockFound", "Pipeline", "Plan", "Platform",
     "blocks", "capture_step", "clip_grad_norm_", "compile", "expert_parameter_names", "explain", "full_state_dict",
-    "graph", "history", "load_pretrained", "order_hosts", "parallelize", "pipeline", "plan", "rewrite_graph",
-    "save_pretrained", "save_routing", "verify",
+    "graph", "history", "integrations", "load_pretrained", "order_hosts", "parallelize", "pipeline", "plan",
+    "rewrite_graph", "save_pretrained", "save_routing", "verify",
 ]  # fmt: skip
 # Names that are imported on first use: `import moefx` must stay cheap beside `import torch`, and torch.distributed is
 # not in every build.
@@ -61,6 +62,8 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "integrations":
+        return importlib.import_module(".integrations", __name__)
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name], __name__), name)
     raise AttributeError(f"module 'moefx' has no attribute {name!r}")

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..errors import InvalidInput, InvalidPlan
 from ..runtime.block_forward import find_rewritten_blocks
-from ..runtime.ranks.data_parallel_wrappers import DDP_IGNORED, RefuseDDP
+from ..runtime.ranks.data_parallel_wrappers import DDP_IGNORED, RefuseDDP, refuse_accelerate
 from ..runtime.ranks.sharding import format_mesh
 from ..runtime.ranks.staged_models import refuse_pipeline
 from ..runtime.ranks.state_dicts import ShardOnLoad, join_name
@@ -108,6 +108,7 @@ def parallelize(
     lines = (f"{'experts':<12}{expert_axes}", f"{'others':<12}{axes}", f"{'all':<12}reduced by moefx.parallelize")
     vars(root)[SPREAD_MESH] = dataclasses.replace(spread, parallelized=lines)
     vars(root)[DDP_IGNORED] = RefuseDDP()
+    refuse_accelerate(root, mesh)
     return model
 
 

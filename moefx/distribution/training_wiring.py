@@ -10,7 +10,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._plan import Plan
-from ..runtime.ranks.data_parallel_wrappers import DDP_IGNORED, DEEPSPEED_HOOK, IgnoredByDDP, RefuseDeepSpeed
+from ..runtime.ranks.data_parallel_wrappers import (
+    DDP_IGNORED,
+    DEEPSPEED_HOOK,
+    IgnoredByDDP,
+    RefuseDeepSpeed,
+    refuse_accelerate,
+)
 from ..runtime.ranks.expert_layout import ExpertLayout
 from ..runtime.ranks.overwrite_detection import OverwritingWatch, SettleOnLoad
 from ..runtime.ranks.reductions import GRADIENT_WATCH, GradientWatch, Reduction, build_reductions, format_reductions
@@ -74,7 +80,8 @@ def describe_reductions(
 
 
 def prepare_training(compiled: nn.Module, axis: ExpertAxis, plan: Plan) -> None:
-    """Tell DistributedDataParallel which parameters differ between ranks, and watch the first step of an optimizer."""
+    """Tell DistributedDataParallel which parameters differ between ranks, refuse accelerate, and watch an optimizer's
+    first step."""
     reductions, manual = plan_reductions(axis, plan), plan.gradients == "manual"
     left = reductions["experts"]
     advice = (
@@ -84,6 +91,8 @@ def prepare_training(compiled: nn.Module, axis: ExpertAxis, plan: Plan) -> None:
     )  # fmt: skip
     vars(compiled)[SPREAD_MESH] = SpreadMesh(axis.mesh, reductions)
     refuse_save_pretrained(compiled)
+    if not manual:
+        refuse_accelerate(compiled, axis.mesh)
     vars(compiled)[DDP_IGNORED] = IgnoredByDDP(compiled, getattr(compiled, DDP_IGNORED, ()), advice)
     vars(compiled)[GRADIENT_WATCH] = GradientWatch(compiled, expert_parameter_names(compiled), reductions, manual)
 
@@ -96,3 +105,4 @@ def mark_as_spread(model: nn.Module, mesh: DeviceMesh, expert_axes: tuple[str, .
     """
     vars(model)[SPREAD_MESH] = SpreadMesh(mesh, build_reductions(mesh, expert_axes, sequence_axis))
     refuse_save_pretrained(model)
+    refuse_accelerate(model, mesh)

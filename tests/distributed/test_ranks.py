@@ -100,6 +100,14 @@ def test_parallelized_models_train_as_the_original(four_ranks, case):
     four_ranks(*case)
 
 
+@pytest.mark.hf
+@for_each_case("integration_cases")
+def test_trainer_and_accelerate_train_as_one_process_or_are_refused(four_ranks, case):
+    pytest.importorskip("accelerate")
+    pytest.importorskip("transformers", minversion="5.17")
+    four_ranks(*case)
+
+
 @for_each_case("hop_cases")
 def test_exchanges_of_several_hops_equal_one_hop(four_ranks, case):
     four_ranks(*case)

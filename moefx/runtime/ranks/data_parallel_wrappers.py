@@ -1,11 +1,13 @@
 """Keep wrappers for data parallelism from overwriting the experts of a model that is spread over a mesh.
 
 DistributedDataParallel ignores parameters that the wrapped module lists in an attribute. DeepSpeed has no equivalent,
-so it is refused.
+so it is refused. accelerate would wrap a spread model in DistributedDataParallel, or train it unwrapped: it is refused,
+with the call that trains.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import warnings
@@ -14,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,6 +25,7 @@ from ...ir.ops.uneven_all_to_all import get_group
 
 DDP_IGNORED = "_ddp_params_and_buffers_to_ignore"  # the attribute that DistributedDataParallel reads
 DEEPSPEED_HOOK = "set_deepspeed_parallelism"  # DeepSpeed's engine calls it on modules, before it broadcasts
+ACCELERATE_FLAG = "_is_accelerate_prepared"  # accelerate reads it before it wraps a model
 
 
 class IgnoredByDDP:
@@ -71,6 +75,41 @@ def refuse_ddp() -> NoReturn:
         "DistributedDataParallel around a model that moefx.parallelize has sharded would reduce its gradients twice. "
         "Train the model as it is. For replicas instead of shards: moefx.parallelize(model, mesh, data='ddp')"
     )
+
+
+class RefuseAccelerate:
+    """An attribute of a spread model that accelerate, and transformers' `Trainer` by it, read before they wrap it."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __bool__(self) -> NoReturn:
+        raise InvalidInput(
+            f"accelerate does not know how {self.name}, which moefx.compile(mesh=...) has spread over ranks, reduces "
+            "its gradients. Use moefx.integrations.SpreadTrainer instead of transformers' Trainer, and "
+            "moefx.integrations.SpreadAccelerator instead of accelerate's Accelerator. Plan(gradients='manual') says "
+            "that you reduce the gradients yourself"
+        )
+
+
+def refuse_accelerate(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Let accelerate refuse a model that is spread over a mesh, with the call that trains it."""
+    if mesh.size() > 1:
+        vars(model)[ACCELERATE_FLAG] = RefuseAccelerate(type(model).__name__)
+
+
+@contextlib.contextmanager
+def allow_accelerate(model: nn.Module) -> Iterator[None]:
+    """Let accelerate prepare a spread model inside the context, for callers that reduce its gradients."""
+    refusals = [(module, vars(module).get(ACCELERATE_FLAG)) for module in model.modules()]
+    refusals = [(module, refusal) for module, refusal in refusals if isinstance(refusal, RefuseAccelerate)]
+    for module, _ in refusals:
+        del vars(module)[ACCELERATE_FLAG]
+    try:
+        yield
+    finally:
+        for module, refusal in refusals:
+            vars(module).setdefault(ACCELERATE_FLAG, refusal)
 
 
 def _find_ddp_under_construction(frame: Any) -> tuple[nn.Module, Any] | None:

@@ -1,0 +1,59 @@
+"""Save and load the state of a training run with `torch.distributed.checkpoint`: each rank writes its own parts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from .spread_training import reshard
+
+# By the names of parameters: another mesh, or another release of transformers, forms other groups of parameters.
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+_Optimizers = Sequence[torch.optim.Optimizer]
+
+
+def save_optimizers(model: nn.Module, optimizers: _Optimizers, folder: str | os.PathLike[str]) -> None:
+    """Save the states of optimizers of a model. Collective."""
+    state_dict_saver.save(_collect_optimizers(model, optimizers), checkpoint_id=folder)
+
+
+def load_optimizers(model: nn.Module, optimizers: _Optimizers, folder: str | os.PathLike[str]) -> None:
+    """Load what `save_optimizers` saved, over this mesh or another one. Collective."""
+    state = _collect_optimizers(model, optimizers)
+    state_dict_loader.load(state, checkpoint_id=folder)
+    set_optimizer_state_dict(model, _as_given(optimizers), state["optimizer"], options=_OPTIONS)
+
+
+def save_model(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Save the parameters and buffers of a model. Collective."""
+    reshard(model)
+    state_dict_saver.save({"model": get_model_state_dict(model)}, checkpoint_id=folder)
+
+
+def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Load what `save_model` saved, over this mesh or another one. Collective."""
+    reshard(model)
+    state = {"model": get_model_state_dict(model)}
+    state_dict_loader.load(state, checkpoint_id=folder)
+    set_model_state_dict(model, state["model"])
+
+
+def _collect_optimizers(model: nn.Module, optimizers: _Optimizers) -> dict[str, Any]:
+    reshard(model)
+    return {"optimizer": get_optimizer_state_dict(model, _as_given(optimizers), options=_OPTIONS)}
+
+
+def _as_given(optimizers: _Optimizers) -> Any:
+    return optimizers[0] if len(optimizers) == 1 else tuple(optimizers)

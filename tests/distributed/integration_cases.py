@@ -1,0 +1,279 @@
+"""transformers' `Trainer` and accelerate train spread models as one process trains the original, or refuse them."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, SequentialSampler
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+import moefx
+from moefx.errors import InvalidCheckpoint, InvalidInput
+
+from .parallelize_cases import PLAN, check_raises, make_mesh
+from .pipeline_transformers_cases import VOCAB, build_model
+from .state_cases import check_equal, create_shared_folder
+
+RANKS, PARTS, BATCH, LENGTH, STEPS = 4, 2, 2, 7, 4
+RATE, MAX_NORM = 0.02, 0.05
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "LOCAL_RANK": os.environ["RANK"]}  # for accelerate
+LAYOUTS: tuple[tuple[dict[str, int], dict[str, Any] | None], ...] = (
+    (dict(ep=4), None),  # the integration parallelizes
+    (dict(dp=2, ep=2), {}),
+    (dict(dp=2, ep=2), dict(data="ddp")),
+)
+
+
+class Rows(Dataset):
+    """Rows with different numbers of labels, so that ranks have different numbers of tokens."""
+
+    def __init__(self, size: int = RANKS * PARTS * BATCH * STEPS):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = torch.randint(VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": torch.where(torch.arange(LENGTH) < index % LENGTH, -100, ids)}
+
+
+class InOrder:
+    """Methods of a Trainer that reads rows in order, as `train_in_one_process` does."""
+
+    def _get_train_sampler(self, *args: Any) -> SequentialSampler:
+        return SequentialSampler(self.train_dataset)
+
+
+class PlainTrainer(InOrder, Trainer):
+    pass
+
+
+class SpreadTrainer(InOrder, moefx.integrations.SpreadTrainer):
+    """Decays all parameters, as `train_in_one_process` does, and keeps losses that Trainer would log in float32."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.losses: list[Tensor] = []
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        return [name for name, _ in model.named_parameters()]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().training_step(*args, **kwargs)
+        total = loss.clone()
+        dist.all_reduce(total)
+        self.losses.append(total / RANKS)
+        return loss
+
+
+def stack(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def sum_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+
+
+def average_losses(logits: Tensor, labels: Tensor, size: int, num_items_in_batch: Any = None, **kwargs: Any) -> Tensor:
+    """Compute the loss of transformers' causal models in float64; theirs casts to float32."""
+    number = labels[:, 1:].ne(-100).sum() if num_items_in_batch is None else num_items_in_batch
+    return sum_losses(logits, labels) / number
+
+
+@functools.cache
+def train_in_one_process() -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Train on the batches of all ranks and micro-batches at once. Returns losses, norms and parameters."""
+    model, rows, losses, norms = build_model(layers=1), Rows(), [], []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.1)
+    for step in range(STEPS):
+        size = len(rows) // STEPS
+        batch = stack([rows[step * size + index] for index in range(size)])
+        loss = sum_losses(model(batch["input_ids"]).logits, batch["labels"]) / batch["labels"][:, 1:].ne(-100).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        for parameter in model.parameters():  # AdamW also decays weights of experts without tokens
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        losses.append(loss.item())
+        optimizer.step()
+    return losses, norms, dict(model.state_dict())
+
+
+def spread_model(sizes: dict[str, int], options: dict[str, Any] | None = None) -> Any:
+    mesh = make_mesh(**sizes)
+    example = {"input_ids": torch.zeros(2, LENGTH, dtype=torch.long)}
+    model = moefx.compile(build_model(layers=1), mesh=mesh, plan=PLAN, example_inputs=example)
+    model.loss_function = average_losses
+    return model if options is None else moefx.parallelize(model, mesh, **options)
+
+
+def build_arguments(folder: str, **options: Any) -> TrainingArguments:
+    defaults = dict(
+        output_dir=folder, max_steps=STEPS, per_device_train_batch_size=BATCH, gradient_accumulation_steps=PARTS,
+        per_device_eval_batch_size=BATCH, learning_rate=RATE, lr_scheduler_type="constant", weight_decay=0.1,
+        max_grad_norm=MAX_NORM, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    return TrainingArguments(**(defaults | options))  # type: ignore[arg-type]
+
+
+def build_trainer(model: Any, folder: str, cls: Any = SpreadTrainer, **options: Any) -> Any:
+    return cls(model=model, args=build_arguments(folder, **options), train_dataset=Rows(), eval_dataset=Rows(16))
+
+
+def check_trained(trainer: Any, first: int = 0) -> None:
+    """Compare losses, norms and parameters with `train_in_one_process`, from the step `first` on."""
+    losses, norms, parameters = train_in_one_process()
+    close = functools.partial(torch.testing.assert_close, rtol=0, atol=1e-9)
+    close(torch.stack(trainer.losses).view(-1, PARTS).sum(1).tolist(), losses[first:])
+    close([float(entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry][first:], norms[first:])
+    close(moefx.full_state_dict(trainer.model), parameters)
+
+
+def case_training_equals_one_process() -> None:
+    """Train with evaluations, clip, accumulate, save, and resume over other meshes."""
+    folder, optimizers = create_shared_folder(), ("adamw_torch", "adamw_torch_fused", "adamw_torch")
+    assert all(norm > MAX_NORM for norm in train_in_one_process()[1])  # clipping changes the gradients
+    for (sizes, options), optim in zip(LAYOUTS, optimizers, strict=True):
+        saves = dict(save_strategy="steps", save_steps=2) if options is None else {}
+        evaluates = dict(eval_strategy="steps", eval_steps=2)
+        trainer = build_trainer(spread_model(sizes, options), folder, optim=optim, **saves, **evaluates)
+        trainer.evaluate()  # before training, which leaves gathered parameters
+        trainer.train()
+        check_trained(trainer)
+    for sizes, options in ((dict(ep=2, dp=2), {}), (dict(ep=4), None)):
+        trainer = build_trainer(spread_model(sizes, options), folder)
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+        check_trained(trainer, first=2)
+    saved = AutoModelForCausalLM.from_pretrained(f"{folder}/checkpoint-4", dtype=torch.float64)
+    check_equal(saved.state_dict(), moefx.full_state_dict(trainer.model))
+    assert saved.config.architectures == ["Qwen3MoeForCausalLM"]
+    assert Path(folder, "checkpoint-4", "training_args.bin").exists()
+
+
+def case_the_best_model_is_loaded() -> None:
+    """Load the checkpoint with the lowest loss of an evaluation, which leaves gathered parameters."""
+    folder = create_shared_folder()
+    trainer = build_trainer(
+        spread_model(dict(dp=2, ep=2), {}), folder, learning_rate=1.0, save_strategy="steps", save_steps=1,
+        eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, metric_for_best_model="loss",
+    )  # fmt: skip
+    trainer.train()
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert trainer.state.best_global_step == 1 + losses.index(min(losses)) < STEPS
+    assert abs(trainer.evaluate()["eval_loss"] - min(losses)) < 1e-6 < max(losses) - min(losses)
+
+
+def case_smoothed_labels_are_shifted() -> None:
+    """Trainer decides by the name of a class whether a label smoother shifts labels, and FSDP changes the name."""
+    batch = stack([Rows()[index] for index in range(4 * BATCH)])
+    loss = F.cross_entropy(
+        build_model(layers=1)(batch["input_ids"]).logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(),
+        label_smoothing=0.1,
+    )  # fmt: skip
+    for options in ({}, None):
+        trainer = build_trainer(
+            spread_model(dict(dp=2, ep=2), options), create_shared_folder(), label_smoothing_factor=0.1, max_steps=1,
+            gradient_accumulation_steps=1,
+        )  # fmt: skip
+        trainer.train()
+        torch.testing.assert_close(trainer.losses[0], loss.detach(), rtol=0, atol=1e-7)  # sums in float32
+
+
+def run_loop(accelerator: Any, model: Any, first: int = 0, folder: str = "") -> None:
+    """Train a model by a loop with accelerate from the step `first` on, and compare with `train_in_one_process`.
+
+    Args:
+        folder: save the state after two steps here, or load it before the first one if it is not 0.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Rows(), batch_size=BATCH))
+    if first:
+        accelerator.load_state(folder)
+    _, norms, parameters = train_in_one_process()
+    number = len(Rows()) // STEPS
+    for index, batch in enumerate(loader):
+        step = index // PARTS
+        if step < first:
+            continue
+        labels = stack([Rows()[row] for row in range(step * number, (step + 1) * number)])["labels"]
+        with accelerator.accumulate(model):
+            outputs = model(input_ids=batch["input_ids"])
+            loss = sum_losses(outputs.logits, batch["labels"]) / labels[:, 1:].ne(-100).sum() * RANKS * PARTS
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
+                torch.testing.assert_close(norm.item(), norms[step], rtol=0, atol=1e-9)
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients and step == 1 and folder and not first:
+            accelerator.save_state(folder)
+    state = accelerator.get_state_dict(model)
+    assert bool(state) == accelerator.is_main_process
+    if state:
+        torch.testing.assert_close(state, parameters, rtol=0, atol=1e-9)
+
+
+def case_loops_with_accelerate() -> None:
+    """Train by a loop with accelerate, and go on with its state over another mesh."""
+    folder = create_shared_folder()
+    for sizes, options, first in ((dict(dp=2, ep=2), {}, 0), (dict(ep=4), {}, 2)):
+        accelerator = moefx.integrations.SpreadAccelerator(cpu=True, gradient_accumulation_steps=PARTS)
+        run_loop(accelerator, spread_model(sizes, options), first, folder)
+
+
+def case_plain_libraries_are_refused() -> None:
+    """Raise before the first step, with the class that trains the model."""
+    for options in (None, {}):
+        model = spread_model(dict(dp=2, ep=2), options)
+        trainer = build_trainer(model, create_shared_folder(), PlainTrainer)
+        for call in (trainer.evaluate, trainer.train):
+            check_raises(InvalidInput, "Use moefx.integrations.SpreadTrainer instead", call)
+        check_raises(InvalidInput, "moefx.integrations.SpreadAccelerator instead", Accelerator(cpu=True).prepare, model)
+    original = build_trainer(build_model(layers=1), create_shared_folder(), SpreadTrainer, max_steps=1)
+    original.train()  # models in one process train as always
+    assert isinstance(original.model_wrapped, nn.parallel.DistributedDataParallel)
+
+
+def case_mistakes() -> None:
+    def prepare(*args: Any, **options: Any) -> Any:
+        return moefx.integrations.SpreadAccelerator(cpu=True, **options).prepare(*args)
+
+    model = spread_model(dict(dp=2, ep=2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    check_raises(InvalidInput, "call moefx.parallelize(model, mesh) before you build", prepare, model, optimizer)
+    arguments = build_arguments(create_shared_folder())
+    trainer = SpreadTrainer(model, arguments, train_dataset=Rows(), optimizers=(optimizer, None))
+    check_raises(InvalidInput, "was given an optimizer of", trainer.train)
+    model = moefx.parallelize(model, make_mesh(dp=2, ep=2))
+    check_raises(InvalidInput, "build the optimizer after moefx.parallelize", prepare, model, optimizer)
+    model = spread_model(dict(dp=2, ep=2), {})
+    check_raises(InvalidInput, "inside of Sequential", prepare, nn.Sequential(model))
+    accelerator = moefx.integrations.SpreadAccelerator(cpu=True)
+    prepared = accelerator.prepare(model)
+    check_raises(
+        InvalidInput, "Pass model.parameters()", accelerator.clip_grad_norm_, list(prepared.parameters())[1:], 1
+    )
+    model = spread_model(dict(dp=2, ep=2), {})
+    model.adapter = nn.Linear(2, 2)
+    check_raises(InvalidInput, "(adapter.weight, ...) were added after", prepare, model)
+    model = spread_model(dict(tp=2, ep=2), {})
+    check_raises(InvalidInput, "of which 2 have tokens of their own, and accelerate gives each of 4", prepare, model)
+    folder = create_shared_folder()
+    if dist.get_rank() == 0:
+        build_model(layers=1).save_pretrained(f"{folder}/checkpoint-1")
+        Path(folder, "checkpoint-1", "optimizer.pt").touch()
+        trainer.state.save_to_json(f"{folder}/checkpoint-1/trainer_state.json")
+    dist.barrier()
+    trainer = build_trainer(spread_model(dict(ep=4)), folder)
+    check_raises(
+        InvalidCheckpoint, "optimizer's state of a model in one process", trainer.train, f"{folder}/checkpoint-1"
+    )
