@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +34,8 @@ def load_optimizers(model: nn.Module, optimizers: _Optimizers, folder: str | os.
     """Load what `save_optimizers` saved, over this mesh or another one. Collective."""
     state = _collect_optimizers(model, optimizers)
     state_dict_loader.load(state, checkpoint_id=folder)
-    set_optimizer_state_dict(model, _as_given(optimizers), state["optimizer"], options=_OPTIONS)
+    with _without_empty_groups(optimizers):
+        set_optimizer_state_dict(model, _as_given(optimizers), state["optimizer"], options=_OPTIONS)
 
 
 def save_model(model: nn.Module, folder: str | os.PathLike[str]) -> None:
@@ -52,7 +54,22 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
 def _collect_optimizers(model: nn.Module, optimizers: _Optimizers) -> dict[str, Any]:
     reshard(model)
-    return {"optimizer": get_optimizer_state_dict(model, _as_given(optimizers), options=_OPTIONS)}
+    with _without_empty_groups(optimizers):
+        return {"optimizer": get_optimizer_state_dict(model, _as_given(optimizers), options=_OPTIONS)}
+
+
+@contextlib.contextmanager
+def _without_empty_groups(optimizers: _Optimizers) -> Iterator[None]:
+    """Leave out groups without parameters, such as those without weight decay: torch looks for their first parameter."""
+    before = [list(optimizer.param_groups) for optimizer in optimizers]
+    for optimizer in optimizers:
+        optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
+    try:
+        yield
+    finally:
+        for optimizer, groups in zip(optimizers, before, strict=True):
+            loaded = iter(optimizer.param_groups)
+            optimizer.param_groups = [next(loaded) if group["params"] else group for group in groups]
 
 
 def _as_given(optimizers: _Optimizers) -> Any:

@@ -80,10 +80,11 @@ class SpreadTrainer(Trainer):
             return super()._get_grad_norm(model, grad_norm)
         return self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))
 
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model as Hugging Face files, and the tokenizer. Collective for a spread model."""
         spread = find_spread_model(self.model)
         if spread is None:
-            return super()._save(output_dir, state_dict)
+            return super().save_model(output_dir, _internal_call)
         folder: Any = output_dir if output_dir is not None else self.args.output_dir
         reshard(spread)
         save_pretrained(spread, folder)
@@ -92,6 +93,8 @@ class SpreadTrainer(Trainer):
             if text_processor is not None:
                 text_processor.save_pretrained(folder)
             torch.save(self.args, Path(folder) / TRAINING_ARGS_NAME)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         spread = find_spread_model(self.model)
