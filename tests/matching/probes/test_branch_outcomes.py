@@ -181,7 +181,7 @@ class HalvedForEveryIdleExpert(Loop):
 
 @pytest.mark.parametrize("kind", [IfThreeWasChosen, HalvedForEveryIdleExpert])
 def test_branches_on_a_selected_expert_are_refused(kind):
-    with pytest.raises(moefx.NoMoEBlockFound, match="depends on the routing|under different routings"):
+    with pytest.raises(moefx.NoMoEBlockFound, match=r"depends on the routing|under different routings"):
         moefx.compile(kind().double(), example_inputs=(torch.randn(2, 40, D).double(),))
 
 
