@@ -60,7 +60,7 @@ def _collect_optimizers(model: nn.Module, optimizers: _Optimizers) -> dict[str, 
 
 @contextlib.contextmanager
 def _without_empty_groups(optimizers: _Optimizers) -> Iterator[None]:
-    """Leave out groups without parameters: torch looks for their first one. A group may lack weight decay, and be empty."""
+    """Leave out groups without parameters, such as those without weight decay: torch needs a first parameter."""
     before = [list(optimizer.param_groups) for optimizer in optimizers]
     for optimizer in optimizers:
         optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]

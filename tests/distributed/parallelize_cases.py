@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import moefx
@@ -122,6 +123,81 @@ def case_tokens_shared_by_ranks() -> None:
     original(x.flatten(0, 1)).pow(2).mean().backward()
     for name, parameter in original.named_parameters():
         torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), parameter.grad)
+
+
+class TensorParallelLayers(nn.Module):
+    """Layers that tensor parallelism cuts, around MoE blocks."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = (nn.Sequential(nn.Linear(D, 8), nn.Tanh(), nn.Linear(8, D), BLOCKS[kind]()) for _ in range(2))
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def case_between_tensor_parallel_layers() -> None:
+    """Train with FSDP2, tensor parallelism and experts over ranks, where "tp" ranks share tokens."""
+    mesh, cuts = make_mesh(dp=2, tp=2), {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    of_sequences = PLAN.replace(expert_axis=("dp", "tp"), sequence_axis="tp")
+    for kind, plan, data, is_cut_first in (
+        ("gated", of_sequences, "fsdp", False),
+        ("joined", PLAN.replace(expert_axis="dp"), "ddp", True),
+    ):
+        original, model = (TensorParallelLayers(kind).double() for _ in range(2))
+        for is_compiled in (False, True):
+            model = compile_over_mesh(model, mesh, plan) if is_compiled else model
+            for layer in model.layers if is_compiled != is_cut_first else ():
+                parallelize_module(layer, mesh["tp"], cuts)
+        moefx.parallelize(model, mesh, data=data)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05, foreach=True) for m in (model, original)]
+        for step in range(STEPS):
+            x = draw_batch(step, 0)[:2]
+            model(x[mesh["dp"].get_local_rank()]).pow(2).mean().backward()
+            original(x.flatten(0, 1)).pow(2).mean().backward()
+            for parameter in original.parameters():
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            norms = moefx.clip_grad_norm_(model, 0.1), nn.utils.clip_grad_norm_(original.parameters(), 0.1)
+            torch.testing.assert_close(*norms, rtol=0, atol=1e-9)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        wanted = dict(original.state_dict())
+        torch.testing.assert_close(moefx.full_state_dict(model), wanted, rtol=0, atol=1e-9, msg=f"{kind} {plan}")
+
+
+def case_scaled_losses() -> None:
+    """Skip a step on all ranks if one rank's gradient overflows, of its own expert or of a part of another layer."""
+    for kind, wanted in itertools.product(("gated", "joined"), (True, False)):
+        model = parallelize_model(kind, dict(dp=2, ep=2))
+        scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=8.0), torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler.scale(compute_loss(model, draw_batch(0, 0)[dist.get_rank()])).backward()
+        if dist.get_rank() == RANKS - 1:
+            own = [p for name, p in model.named_parameters() if is_expert_parameter(name) == wanted]
+            next(g for p in own if (g := p.grad.to_local()).numel()).view(-1)[0] = torch.inf
+        dist.barrier()
+        before = [parameter.to_local().detach().clone() for parameter in model.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        now = [parameter.to_local() for parameter in model.parameters()]
+        assert scaler.get_scale() == 4.0 and all(map(torch.equal, before, now)), (kind, wanted)
+
+
+def case_averages_of_weights() -> None:
+    """Average the weights of a model into those of another one."""
+    model, average = (parallelize_model("joined", dict(dp=2, ep=2)) for _ in range(2))
+    before = moefx.full_state_dict(model)
+    train(model, make_mesh(dp=2, ep=2))
+    with torch.no_grad():
+        for mean, parameter in zip(average.parameters(), model.parameters(), strict=True):
+            mean.lerp_(parameter, 0.25)
+    after = moefx.full_state_dict(model)
+    wanted = {name: value.lerp(after[name], 0.25) for name, value in before.items()}
+    torch.testing.assert_close(moefx.full_state_dict(average), wanted, rtol=0, atol=1e-12)
 
 
 def case_layouts_of_parameters() -> None:
