@@ -24,6 +24,7 @@ from torch.utils._device import DeviceContext
 
 from .guards import recomputed_choice
 from .ops.op_definition import NAMESPACE, Op, is_profiled, iterate_items, joined, raise_double_backward, skip_in_dynamo
+from .ops.partial_backward import DelayedGradients, FirstRun, find_needs, keeps_graph
 
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 _DEVICES = ("cpu", "cuda")
@@ -90,7 +91,9 @@ class _OpCall:
 
     Attributes:
         index: the op's position.
-        needs: whether each argument, or any element of it, needs a gradient.
+        needs: whether each argument, or any element of it, needs a gradient in the running backward.
+        needs_ever: the same for any backward. needs_later: for another backward.
+        delayed: the gradients that an earlier run has left to this one.
         saved_positions: positions of its saved tensors among those of the joined node.
         num_results: the number of its results.
         next_functions: as of an autograd node, of its last argument only.
@@ -99,6 +102,8 @@ class _OpCall:
 
     def __init__(self, op: Op, index: int, needs: tuple[bool, ...], last_maker: Any):
         self.dialect_op, self.index, self.needs = op, index, needs
+        self.needs_ever, self.needs_later = needs, (False,) * len(needs)
+        self.delayed: DelayedGradients | None = None
         self.next_functions = [(last_maker, 0)]
         self.to_save: Sequence[Any] = ()
         self.saved_positions: Sequence[int] = ()
@@ -180,7 +185,8 @@ class _JoinedNode(torch.autograd.Function):
         ctx.save_for_backward(link, *ops.saved)
         ctx.mark_non_differentiable(*(t for t, n in zip(outputs, wiring.outputs, strict=True) if not ops.needs[n]))
         ctx.joined_ops, ctx.calls, ctx.dtypes = joined_ops, ops.calls, ops.dtypes
-        ctx.are_tensors = [isinstance(t, Tensor) for t in inputs]
+        ctx.are_tensors = [False, *(isinstance(t, Tensor) for t in inputs)]
+        ctx.first_run = None
         ctx.makers = [ops.makers[n] for n in wiring.outputs]
         return *outputs, link
 
@@ -190,12 +196,21 @@ class _JoinedNode(torch.autograd.Function):
         if all(g is None for g in grads):
             return (None,) * len(ctx.needs_input_grad)
         link, *saved = ctx.saved_tensors
+        is_covered = _choose_needs(ctx, wiring, grads)
         by_value: list[Any] = [None] * wiring.num_values
         for number, grad in zip(wiring.outputs, grads[:-1], strict=True):
             by_value[number] = grad
         with joined(), torch.no_grad():
             for call in reversed(ctx.calls):
-                _run_backward(ctx, call, wiring, saved, by_value)
+                if is_covered:
+                    _finish_backward(ctx, call, wiring, by_value)
+                else:
+                    call.delayed = None
+                    _run_backward(ctx, call, wiring, saved, by_value)
+        if not keeps_graph():  # nothing runs this node again
+            for call in ctx.calls:
+                call.delayed = None
+        ctx.first_run = FirstRun.of(grads) if any(call.delayed is not None for call in ctx.calls) else None
         gradients = by_value[: wiring.num_inputs]
         if torch.is_grad_enabled():
             incoming = [g for g in grads if g is not None]
@@ -221,6 +236,36 @@ class _DifferentiableOnce(torch.autograd.Function):
         raise_double_backward(ctx.name)
 
 
+def _choose_needs(ctx: Any, wiring: Wiring, grads: tuple[Any, ...]) -> bool:
+    """Set which arguments of each call need a gradient in the running backward.
+
+    Returns:
+        Whether earlier runs have left all these gradients to this one.
+    """
+    needs = find_needs(ctx, ctx.are_tensors)
+    if needs is ctx.needs_input_grad:
+        return False
+    are_needed = [*needs[1:], *[False] * (wiring.num_values - wiring.num_inputs)]
+    delayed: set[int] = set()
+    for call in ctx.calls:
+        numbers = wiring.arguments[call.index]
+        now = [any([are_needed[n] for n in several]) for several in numbers]
+        call.needs = tuple([ever and need for ever, need in zip(call.needs_ever, now, strict=True)])
+        call.needs_later = tuple([ever and not need for ever, need in zip(call.needs_ever, now, strict=True)])
+        for number in wiring.results[call.index] if any(call.needs) else ():
+            are_needed[number] = ctx.dtypes[number] is not None
+        if call.delayed is not None:
+            delayed.update(number for i in call.delayed.arguments for number in numbers[i])
+    inputs = {number for number, is_needed in enumerate(needs[1:]) if is_needed}
+    return ctx.first_run is not None and inputs <= delayed and ctx.first_run.is_repeated(grads)
+
+
+def _finish_backward(ctx: Any, call: _OpCall, wiring: Wiring, by_value: list[Any]) -> None:
+    """Add the gradients that an earlier run of a call has left to this one."""
+    if call.delayed is not None:
+        _add_gradients(ctx, call, wiring, by_value, call.delayed.compute(call.needs))
+
+
 def _run_backward(ctx: Any, call: _OpCall, wiring: Wiring, saved: Sequence[Any], by_value: list[Any]) -> None:
     """Add the gradients of an op's arguments to `by_value`, and clear those of its results."""
     results = wiring.results[call.index]
@@ -228,14 +273,22 @@ def _run_backward(ctx: Any, call: _OpCall, wiring: Wiring, saved: Sequence[Any],
     if all(g is None for g in grads):
         return
     by_value[results.start : results.stop] = [None] * len(grads)
+    if not any(call.needs):
+        return
     grads += [None] * (call.num_results - len(grads))
-    numbers, is_list = wiring.arguments[call.index], wiring.is_list[call.index]
+    numbers = wiring.arguments[call.index]
     if call.next_functions[0][0] is None and numbers[-1] and numbers[-1][-1] < wiring.num_inputs:
         call.next_functions = [(_find_maker(ctx, numbers[-1][-1]), 0)]
     call.saved_tensors = [saved[position] for position in call.saved_positions]
     assert call.dialect_op.derivative is not None
     gradients = call.dialect_op.derivative.backward(call, grads)
     call.saved_tensors = ()
+    _add_gradients(ctx, call, wiring, by_value, gradients)
+
+
+def _add_gradients(ctx: Any, call: _OpCall, wiring: Wiring, by_value: list[Any], gradients: Sequence[Any]) -> None:
+    """Add the gradients of a call's arguments to `by_value`."""
+    numbers, is_list = wiring.arguments[call.index], wiring.is_list[call.index]
     for targets, whole, gradient in zip(numbers, is_list, gradients, strict=True):
         if gradient is None:
             continue
@@ -248,7 +301,7 @@ def _run_backward(ctx: Any, call: _OpCall, wiring: Wiring, saved: Sequence[Any],
 
 def _find_maker(ctx: Any, number: int) -> Any:
     """Return the node that made an input: an op's call inside of another joined node, or a node of autograd."""
-    node, output = ctx.next_functions[sum(ctx.are_tensors[:number])]
+    node, output = ctx.next_functions[sum(ctx.are_tensors[: 1 + number])]
     makers = getattr(node, "makers", None)
     return node if makers is None else makers[output]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,8 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 import moefx
 from moefx.errors import InvalidInput
+from moefx.ir.ops import expert_mlp as experts
 
 from ..blocks import D
+from ..ir.test_partial_backward import Counting
 from .models import BLOCKS
 from .parallelize_cases import check_raises
 from .state_cases import create_shared_folder, load_checkpoint
@@ -161,6 +164,19 @@ def case_training_equals_one_process() -> None:
 def case_schedules_with_several_stages_on_a_rank() -> None:
     for schedule in ("interleaved", *DELAYED):
         check_training(("gated", "joined", "gated", "gated"), dict(pp=2, ep=2), schedule=schedule)
+
+
+def case_delayed_weights_repeat_no_work() -> None:
+    """Run the experts' backward as often as a schedule without delays: once for each layer and micro-batch."""
+    mesh, original = make_mesh(pp=2, ep=2), experts.expert_mlp_backward
+    number, ranks = find_data_rank(mesh)
+    ids, target = (tensor[number] for tensor in draw_batch(0, ranks, 8))
+    for schedule in ("interleaved", *DELAYED):
+        pipe = build(Decoder("gated", "joined", "gated", "gated").double(), mesh, schedule=schedule)
+        counting = Counting(original)
+        with mock.patch.object(experts, "expert_mlp_backward", counting):
+            pipe.step(ids, target=target)
+        assert counting.parts == {"rows": 2 * 4, "weights": 2 * 4}, (schedule, counting.parts)
 
 
 def case_layers_that_recompute() -> None:

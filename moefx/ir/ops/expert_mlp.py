@@ -18,6 +18,7 @@ from ..pointwise_expression import evaluate, is_linear
 from . import expert_gemms, token_routing
 from .mlp_arguments import ExpertMlpCall
 from .op_definition import is_last_use, op, unpack_saved
+from .partial_backward import DelayedGradients
 
 _SIGNATURE = (
     "Tensor x, Tensor token_ids, Tensor expert_offsets, Tensor inverse, Tensor? row_weights, "
@@ -308,7 +309,10 @@ def _gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
     later = ctx.next_functions[-1][0] if any(ctx.needs[9:]) else None
     if later is not None and later.name() != "weights_laterBackward":
         later = None  # Dynamo cut the graph between the two: another node stands there
-    if later is not None:
+    is_delayed = later is None and (ctx.needs_later[5] or ctx.needs_later[7])  # another backward needs the matrices
+    if is_delayed:  # the sums for biases are cheap now
+        needs[3], needs[5] = (ctx.needs[i] or ctx.needs_later[i] for i in (6, 8))
+    if later is not None or is_delayed:
         needs[2] = needs[4] = False
         kwargs = {**kwargs, "part": "rows"}
     if kept and is_last_use(kept):
@@ -319,14 +323,14 @@ def _gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
     biased = [g for g in body.up if g.bias]
     grad_x = next(results) if needs[0] else None
     grad_w = next(results) if needs[1] else None
-    of_parameters = [
-        *(_take_group(results, up, body.up, 2, needs[2]), _take_group(results, up_bias, biased, 1, needs[3])),
-        _take_group(results, down, (body.down,), 2, needs[4]),
-        _take_group(results, down_bias, (body.down,) if body.down.bias else (), 1, needs[5]),
-    ]
-    gradients = [grad_x, None, None, None, grad_w, *of_parameters]
-    if later is None:
-        return gradients if len(ctx.needs) == 9 else [*gradients, None]
+    grad_up = _take_group(results, up, body.up, 2, needs[2])
+    grad_up_bias = _take_group(results, up_bias, biased, 1, needs[3])
+    grad_down = _take_group(results, down, (body.down,), 2, needs[4])
+    grad_down_bias = _take_group(results, down_bias, (body.down,) if body.down.bias else (), 1, needs[5])
+    ending = [None] * (len(ctx.needs) - 9)
+    gradients = [grad_x, None, None, None, grad_w, grad_up, grad_up_bias, grad_down, grad_down_bias, *ending]
+    if later is None and not is_delayed:
+        return gradients
     factors, all_parts = list(results), ctx.kwargs
 
     # Without `ctx`, which leads back to this function: if the other node does not run, as for `autograd.grad` by x
@@ -339,8 +343,16 @@ def _gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
             weight_gradients, down, (body.down,), 2, need_down
         )
 
+    if is_delayed:
+
+        def compute_delayed(needs: Sequence[bool]) -> Sequence[Any]:
+            of_up, of_down = compute_matrices(needs[5], needs[7])
+            return [None] * 5 + [of_up, grad_up_bias, of_down, grad_down_bias, *ending]
+
+        ctx.delayed = DelayedGradients(range(5, len(ctx.needs)), compute_delayed)
+        return gradients
     later.compute_matrices = compute_matrices  # pyright: ignore[reportAttributeAccessIssue]
-    return [*gradients, up[0].new_empty(0)]
+    return [*gradients[:9], up[0].new_empty(0)]
 
 
 def _take_group(

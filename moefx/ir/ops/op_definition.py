@@ -29,6 +29,7 @@ from torch import Tensor
 from ...errors import DoubleBackward, InvalidInput
 from ..guards import recomputed_choice
 from ..op_providers import Provider, choose_provider, registry
+from .partial_backward import FirstRun, find_needs, keeps_graph
 
 NAMESPACE = "moefx"
 # FRAGMENT: other files define ops in the same namespace.
@@ -204,8 +205,9 @@ class Op:
                 backward. It saves no other tensors, so that version checks and saved-tensor hooks cover all.
             backward: `backward(ctx, grads)` returns one gradient per positional argument, a list (or None) for a list.
                 `grads` holds None for outputs without a gradient; `ctx.needs[i]` tells whether argument i, or any
-                element of it, needs one. It reads saved tensors once, by `unpack_saved(ctx)`, and calls an op, so that
-                the backward is one named node too.
+                element of it, needs one. `ctx.needs_later[i]` tells whether it needs one in another backward, for which
+                `ctx.delayed` may be set (see `partial_backward`). It reads saved tensors once, by `unpack_saved(ctx)`,
+                and calls an op, so that the backward is one named node too.
         """
         self.derivative = Derivative(save, backward)
         function = _autograd_function(self, save, backward)
@@ -272,9 +274,7 @@ is_profiled = getattr(getattr(torch._C, "_autograd", None), "_profiler_enabled",
 def is_last_use(saved: Sequence[Any]) -> bool:
     """Return whether the running backward reads the saved tensors for the last time: it is no trace, and its graph is
     freed afterwards (no `retain_graph`)."""
-    private = getattr(torch._C, "_autograd", None)
-    keeps_graph = getattr(private, "_get_current_graph_task_keep_graph", None)
-    if keeps_graph is None or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return False
     return all(type(t) is torch.Tensor for t in saved) and not keeps_graph()
 
@@ -317,6 +317,11 @@ def _unflatten(lengths: Sequence[int | None], flat: Sequence[Any]) -> list[Any]:
     return result
 
 
+def _join_needs(lengths: Sequence[int | None], needs: Sequence[bool]) -> list[bool]:
+    """Return whether each argument, or any element of it, needs a gradient."""
+    return [any(n) if isinstance(n, list) else n for n in _unflatten(lengths, needs)]
+
+
 def _autograd_function(
     op: Op, save: Callable[..., None], backward: Callable[..., Sequence[Any]]
 ) -> type[torch.autograd.Function]:
@@ -324,7 +329,8 @@ def _autograd_function(
         args = _unflatten(lengths, flat)
         outputs = op._below_autograd(keyset, args, kwargs)
         structure["type"] = type(outputs) if isinstance(outputs, (list, tuple)) else None
-        ctx.lengths = lengths
+        ctx.lengths, ctx.are_tensors = lengths, [False] * 4 + [isinstance(t, Tensor) for t in flat]
+        ctx.first_run = ctx.delayed = None
         ctx.set_materialize_grads(False)  # zeros for saved activations would take memory
         save(ctx, args, kwargs, outputs)
         ctx.choice = recomputed_choice.note_choice(op.name, [args[i] for i in op.choice_arguments], ctx.to_save or ())
@@ -333,10 +339,19 @@ def _autograd_function(
     def run_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         if all(g is None for g in grads):
             return (None,) * len(ctx.needs_input_grad)
-        flat_needs = ctx.needs_input_grad[4:]
-        ctx.needs = [any(n) if isinstance(n, list) else n for n in _unflatten(ctx.lengths, flat_needs)]
+        needs = find_needs(ctx, ctx.are_tensors)
+        ctx.needs, ever = (_join_needs(ctx.lengths, several[4:]) for several in (needs, ctx.needs_input_grad))
+        ctx.needs_later = [need and not now for need, now in zip(ever, ctx.needs, strict=True)]
+        if ctx.first_run is not None and ctx.first_run.is_repeated(grads) and ctx.delayed.cover(ctx.needs):
+            unpack_saved(ctx)  # raises if one was changed in place
+            gradients = ctx.delayed.compute(ctx.needs)
+        else:
+            ctx.delayed = None
+            gradients = backward(ctx, grads)
+        ctx.delayed = ctx.delayed if keeps_graph() else None  # else nothing runs this node again
+        ctx.first_run = None if ctx.delayed is None else FirstRun.of(grads)
         flat: list[Any] = []
-        for length, grad in zip(ctx.lengths, backward(ctx, grads), strict=True):
+        for length, grad in zip(ctx.lengths, gradients, strict=True):
             if length is None:
                 flat.append(grad)
             else:
