@@ -38,8 +38,8 @@ def watch_compiled(box: nn.Module, scope: Scope) -> dict[str, BlockForward]:
     for name, forward in forwards.items():
         forward.__class__ = WatchedForward
         vars(forward).update(scope=scope, watched_as=name)
-        if forward.specialize is not None:
-            forward.specialize = _UnobservedSpecialize(forward.specialize)
+        if forward.requests.specialize is not None:
+            forward.requests.specialize = _UnobservedSpecialize(forward.requests.specialize)
     return forwards
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import moefx
-from moefx.runtime import block_forward
+from moefx.runtime import block_forward, program_requests
 
 from ..proof_memory import share_checks, share_proofs
 from . import scales
@@ -147,7 +147,8 @@ def test_a_global_of_an_attribute_s_name_is_not_read(monkeypatch, x):
 
 
 def test_attribute_that_always_changes_warns_a_bounded_number_of_times(monkeypatch, x, caplog):
-    monkeypatch.setattr(block_forward, "MAX_SPECIALIZATIONS", 2)
+    for module in (program_requests, block_forward):
+        monkeypatch.setattr(module, "MAX_SPECIALIZATIONS", 2)
     model, compiled = build_pair(x)
     for step in range(6):
         monkeypatch.setitem(globals(), "GAIN", 1.0 + step / 7)
@@ -617,7 +618,7 @@ class Configured(Block):
 def test_checks_of_attributes_are_prepared_once(x):
     """Prepare the comparison once: comparing values one by one takes a hundred times as long."""
     model, compiled = build_pair(x, Configured)
-    read = compiled.forward._entries[0].attributes
+    read = compiled.forward.installed.entries[0].attributes
     assert read.hold() and read._live is not None and read._live.hold()
     before = read._live
     torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)

@@ -17,12 +17,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from moefx.errors import AbsorbedModuleChanged, MoefxError, Refused
 from moefx.ir.argument_binding import Guard
 from moefx.runtime.block_forward import (
-    MAX_SPECIALIZATIONS,
     BlockForward,
     find_rewritten_blocks,
     get_rewritten_forward,
     install_forward,
 )
+from moefx.runtime.program_requests import MAX_SPECIALIZATIONS
 
 from ..ir.graphs import Block, D
 from .rewriting import Model, build_program, rewrite
@@ -294,7 +294,7 @@ def test_another_forward_of_the_block_runs(change, monkeypatch):
 @pytest.mark.parametrize("when", ["first call", "later", "deepcopy", "pickle"])
 def test_a_changed_absorbed_submodule_raises(change, when):
     block, forward, x, _ = rewritten_block()
-    forward.name = "layers.3.mlp"
+    install_forward(block, forward.programs, name="layers.3.mlp")
     if when != "first call":
         block(x)
     if when == "deepcopy":

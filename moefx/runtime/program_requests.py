@@ -1,0 +1,104 @@
+"""`ProgramRequests`: request programs for new kinds of calls of a block, and remember the refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from ..errors import AbsorbedModuleChanged, MoefxError
+from ..ir.argument_binding import Leaves, Specialization
+from ..util.compile_lock import compile_lock, holds_compile_lock
+from .block_programs import BlockPrograms
+from .installed_program import InstalledProgram
+from .program import Program
+from .surrounding_modes import suspend_observers
+
+# Per block, accepted and refused. Bounds recompilation when an argument changes in every call.
+MAX_SPECIALIZATIONS = 16
+NOT_SPECIALIZED = "not specialized"
+
+# (block, specialization of the call, args, kwargs) -> a program for the call, or None; may raise Refused. args and
+# kwargs are None while Dynamo traces, because there are no values to run on.
+Specialize = Callable[
+    [nn.Module, Specialization, "tuple[Any, ...] | None", "Mapping[str, Any] | None"], "Program | None"
+]
+
+
+class ProgramRequests:
+    """Requests for programs of one block: at most one for each specialization and set of blocking conditions.
+
+    Attributes:
+        specialize: makes a program; None if there are no requests.
+        refusals: the reasons of refused requests. "" if the request was accepted, and is not to be repeated.
+        is_running: a thread is making a program.
+    """
+
+    def __init__(self, programs: BlockPrograms, specialize: Specialize | None):
+        self.programs, self.specialize = programs, specialize
+        self.refusals: dict[tuple[Specialization, tuple[str, ...]], str] = {}
+        self.is_running = False
+
+    def request(
+        self,
+        call: Specialization,
+        leaves: Leaves,
+        args: tuple[Any, ...] | None,
+        kwargs: Mapping[str, Any] | None,
+        known: int = 0,
+    ) -> InstalledProgram | None:
+        """Make a program for a call that no program admits, and add it to the block's programs.
+
+        Args:
+            args, kwargs: None while Dynamo traces.
+            known: number of programs when none of them admitted the call.
+
+        Returns:
+            The program that admits the call; None if there is none, or if Dynamo traces.
+        """
+        if self.specialize is None or (self.is_running and holds_compile_lock()):  # capture may run this block
+            return None
+        programs = self.programs
+        if self._is_settled((call, programs.find_blocking_conditions(call, leaves))):
+            return None
+        with compile_lock():
+            if args is not None and len(programs.entries) > known and (entry := programs.find(call, leaves)):
+                return entry  # another thread compiled it meanwhile
+            request = call, programs.find_blocking_conditions(call, leaves)
+            if self._is_settled(request):
+                return None
+            if leaves and not request[1] and programs.find_valid(call):
+                self.refusals[request] = NOT_SPECIALIZED  # another proof would fail at the same guard
+                return None
+            program = self._make_program(call, args, kwargs)
+            if isinstance(program, str):
+                self.refusals[request] = program
+                return None
+            if request[1]:  # do not ask again, even if the new program does not admit the call
+                self.refusals[request] = ""
+            programs.add(program)
+            return programs.find(call, leaves) if args is not None else None
+
+    def find_last_reason(self) -> str:
+        """Return the reason of the last refused request, or ""."""
+        return next(reversed([why for why in self.refusals.values() if why not in ("", NOT_SPECIALIZED)]), "")
+
+    def _is_settled(self, request: tuple[Specialization, tuple[str, ...]]) -> bool:
+        """Return whether the request was refused before, or the block has reached its limit of specializations."""
+        return request in self.refusals or len(self.programs.entries) + len(self.refusals) >= MAX_SPECIALIZATIONS
+
+    def _make_program(self, call: Specialization, args: Any, kwargs: Any) -> Program | str:
+        """Return a new program, or the reason why there is none."""
+        assert self.specialize is not None
+        self.is_running = True
+        try:
+            with suspend_observers():
+                program = self.specialize(self.programs.block, call, args, kwargs)
+        except AbsorbedModuleChanged:
+            raise
+        except Exception as error:  # also an error of the user's code, on abstract tensors or at other sizes
+            return str(error) if isinstance(error, MoefxError) else f"{type(error).__name__}: {error}"
+        finally:
+            self.is_running = False
+        return NOT_SPECIALIZED if program is None else program
