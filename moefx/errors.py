@@ -125,7 +125,8 @@ def refuse_own_bug(error: Exception, source: str) -> Refused:
 
 
 class AbsorbedModuleChanged(MoefxError, RuntimeError):
-    """A submodule that is part of the rewritten block was replaced, hooked, parametrized or called."""
+    """A submodule that is part of the rewritten block was replaced, hooked, parametrized or called; or a call failed
+    because another part was replaced, and may have had effects before."""
 
 
 class NotRewritten(MoefxError, RuntimeError):

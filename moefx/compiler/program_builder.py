@@ -22,6 +22,7 @@ from ..ir.argument_binding import (
 )
 from ..ir.guards.attribute_reads import BLOCK_MODE, AttributeLocation, find_globals, read_value
 from ..ir.guards.stored_values import StoredFieldNames, StoredForward, can_snapshot, is_configuration, snapshot
+from ..matching.facts.graph_nodes import is_random
 from ..runtime.change_detection import find_absorbed_names
 from ..runtime.program import Program
 from .block_compiler import BlockRewrite
@@ -68,7 +69,15 @@ def build_program(
     snapshots |= _guard_called_modules(block, result)
     # Autocast rules depend on the device.
     moves = autocast is None and "autocast" not in result.match.modes_read
-    return Program(key, result.history, absorbed, _build_guards(result), {**snapshots, **(tied or {})}, moves)
+    attributes = {**snapshots, **(tied or {})}
+    is_repeatable = _is_repeatable(result)
+    return Program(key, result.history, absorbed, _build_guards(result), attributes, moves, is_repeatable=is_repeatable)
+
+
+def _is_repeatable(result: BlockRewrite) -> bool:
+    """Return whether the block draws no random numbers and changes no state, by its captures."""
+    captures = [form.capture for form in result.match.forms]
+    return not result.skipped and not any(c.effects or any(map(is_random, c.nodes)) for c in captures)
 
 
 def _guard_called_modules(block: nn.Module, result: BlockRewrite) -> dict[AttributeLocation, StoredForward]:

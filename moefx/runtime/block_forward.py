@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..errors import InvalidInput, MoefxError, NotRewritten
+from ..errors import AbsorbedModuleChanged, InvalidInput, MoefxError, NotRewritten, summarize_error
 from ..ir.argument_binding import Leaves, Path, Specialization, flatten_arguments, make_binder, specialize_call
 from ..ir.guards.recomputed_choice import running
 from ..util.compile_lock import compile_lock, holds_compile_lock
@@ -97,11 +97,18 @@ class BlockForward:
             running.block = self.name
             try:
                 return self._run(entry, leaves)
-            except (TypeError, RuntimeError, InvalidInput):
+            except (TypeError, RuntimeError, InvalidInput) as error:
                 entry.absorbed.inspect(self.name)  # a parameter of an absorbed module may be gone
-                if not entry.find_replaced():
+                if not (replaced := entry.find_replaced()):
                     raise
                 entry.failed = True
+                if not entry.can_repeat():
+                    raise AbsorbedModuleChanged(
+                        f"{self._shown_name} failed ({summarize_error(error)}), because {replaced} was removed, or has "
+                        "another shape, dtype or class than when it was compiled. The call may have drawn random "
+                        "numbers, changed state or run hooks before, so moefx does not run it a second time. Further "
+                        "calls take the change into account: call again"
+                    ) from error
             finally:
                 running.block = ""
             return self(*args, **kwargs)  # try again without the failed program

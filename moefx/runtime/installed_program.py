@@ -40,6 +40,12 @@ class InstalledProgram:
         """Name of the first tensor or module that changed its kind or was removed; "" if none did."""
         return next((name for name, kind in self.kinds.items() if _read_kind(self.absorbed.block, name) != kind), "")
 
+    def can_repeat(self) -> bool:
+        """Return whether a failed run has left no trace: a call may run twice without a difference."""
+        values = [_read_value(self.absorbed.block, name) for name in self.program.read_names]
+        modules = [module for value in values if isinstance(value, nn.Module) for module in value.modules()]
+        return self.program.is_repeatable and not any(m._forward_hooks or m._forward_pre_hooks for m in modules)
+
     def find_failed_guard(self, block: nn.Module, leaves: Leaves) -> int:
         """Return the index of the first guard that a call fails, or -1."""
         return self.program.find_failed_guard(block, leaves)
@@ -65,8 +71,13 @@ class InstalledProgram:
 
 def _read_kind(block: nn.Module, name: str) -> Any:
     """Return the dtype and shape of a tensor, or the class of a module; None if nothing has that name."""
+    value = _read_value(block, name)
+    return None if value is None else (value.dtype, value.shape) if isinstance(value, torch.Tensor) else type(value)
+
+
+def _read_value(block: nn.Module, name: str) -> torch.Tensor | nn.Module | None:
+    """Return the tensor or module of a name; None if nothing has that name."""
     owner, _, key = name.rpartition(".")
     module = find_owner(block, AttributeLocation(owner, key))
     held = () if module is None else (module._parameters, module._buffers, module._modules)
-    value = next((d[key] for d in held if key in d), None)
-    return None if value is None else (value.dtype, value.shape) if isinstance(value, torch.Tensor) else type(value)
+    return next((d[key] for d in held if key in d), None)

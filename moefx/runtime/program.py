@@ -35,6 +35,7 @@ class Program:
             the value is the other name.
         moves: the program holds on any device.
         weights: the paths of arguments that replace attributes of the graph. Empty if the block owns its weights.
+        is_repeatable: a run that fails leaves no trace: the block draws no random numbers and changes no state.
 
     Attributes:
         fn: `(block, *values of the placeholders) -> output`, for eager calls.
@@ -57,6 +58,7 @@ class Program:
         attributes: Mapping[AttributeLocation, Any] | None = None,
         moves: bool = True,
         weights: Mapping[str, Path] | None = None,
+        is_repeatable: bool = False,
     ):
         self.key = key
         self.history = history
@@ -65,6 +67,7 @@ class Program:
         self.attributes = dict(attributes or {})
         self.moves = moves
         self.weights = dict(weights or {})
+        self.is_repeatable = is_repeatable
         graph = self.runnable(history.graph)
         self.fn: Callable[..., Any] = graph.compile(join=True)
         self.traced_fn: Callable[..., Any] = graph.compile()
@@ -155,7 +158,7 @@ class Program:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        fields = self.absorbed, self.guards, self.attributes, self.moves, self.weights
+        fields = self.absorbed, self.guards, self.attributes, self.moves, self.weights, self.is_repeatable
         return Program, (self.key, self.history, *fields)
 
     def __repr__(self) -> str:

@@ -553,6 +553,41 @@ def test_attributes_that_become_none(x):
     assert count_calls(compiled)[1] == 0  # the original never ran
 
 
+class Noisy(Optional):
+    def forward(self, x):
+        return super().forward(F.dropout(x, 0.25))
+
+
+class Counting(Optional):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("tokens", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        self.tokens += x.shape[0]
+        return super().forward(x)
+
+
+class Hooked(Optional):
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+        self.router.register_forward_hook(lambda *_: self.calls.append(""))
+
+
+@pytest.mark.parametrize("kind", [Noisy, Counting, Hooked])
+def test_a_failed_call_with_effects_is_not_repeated(x, kind):
+    model, compiled = build_pair(x, kind)
+    model.bias = compiled.bias = None
+    with pytest.raises(moefx.errors.AbsorbedModuleChanged, match=r"because bias was removed.*: call again"):
+        compiled(x)
+    for _ in range(2):
+        torch.manual_seed(1)
+        expected = model(x)
+        torch.manual_seed(1)
+        torch.testing.assert_close(compiled(x), expected, rtol=0, atol=1e-13)
+
+
 class Chooser(nn.Module):
     def __init__(self):
         super().__init__()

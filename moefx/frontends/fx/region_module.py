@@ -160,7 +160,8 @@ class ExtractedRegion:
         where = dict(zip(self.names, [path for path, _ in key.arguments[len(self.inputs) :]], strict=True))
         made = RegionCall(self.code, len(self.inputs))
         history = program.history.renamed(self.name)
-        install_forward(made, [Program(key, history, (), program.guards, {}, program.moves, where)], name=self.name)
+        installed = Program(key, history, (), program.guards, {}, program.moves, where, program.is_repeatable)
+        install_forward(made, [installed], name=self.name)
         return made
 
 
