@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
@@ -69,6 +69,13 @@ class Placeholders:
     objects: dict[int, str]
 
 
+class AlignedEffect(NamedTuple):
+    """An effect of the block, with its new value in all captures: one `AlignedNodes`, or the leaves of a container."""
+
+    effect: Effect
+    leaves: list[Any]
+
+
 def rewrite(match: Match, samples: SizeSamples, names: Placeholders) -> tuple[Match, RewriteResult]:
     """Rewrite a block to the dialect. Returns also the match that the rewrite holds for.
 
@@ -94,6 +101,38 @@ class Rewriter:
         self.overwritten: dict[fx.Node, fx.Node] = {}
         self.states: list[Effect] = []  # plain values that attributes are set to
 
+    def rewrite(self) -> RewriteResult:
+        """Build the graph.
+
+        Raises:
+            Refused: the results, effects or random draws of the captures differ, or no graph can express them.
+        """
+        outputs, out_spec = self._align_outputs()
+        self._require_autocast()
+        effects = self._collect_effects()
+        self._copy_overwritten_inputs(effects)
+        plan = self._plan_residual(outputs, effects)
+        own_effects = self._select_own_effects(effects, plan)
+        self.residual.emit(plan)
+        self._require_skipped_calls()
+        values = [self.residual.zip_value(list(leaves), "the output") for leaves in outputs]
+        attributes = self._emit_effects(own_effects)
+        self._emit_output(values, outputs, own_effects)
+        _drop_dead(self.residual.graph)
+        absorbed = sorted({part.fqn for g in self.match.groups for table in g.tables for part in table})
+        return RewriteResult(self.residual.graph, out_spec, absorbed, self.residual.walk.recomputed_modules, attributes)
+
+    def _align_outputs(self) -> tuple[list[tuple[Any, ...]], pytree.TreeSpec]:
+        """Return each leaf of the block's result, in all captures, and the structure of the result."""
+        trees = [pytree.tree_flatten(c.out, is_leaf=_is_node) for c in self.residual.captures]
+        spec = trees[0][1]
+        if any(s != spec for _, s in trees):
+            raise Refused(
+                "the structure of the block's result depends on the routing",
+                remedy="return the same structure of tensors in every call",
+            )
+        return list(zip(*[flat for flat, _ in trees], strict=True)), spec
+
     def _require_autocast(self) -> None:
         """Refuse a program that switches autocast off for its experts, because ops of the dialect follow autocast."""
         for n in self.form.replaced_nodes:
@@ -104,34 +143,22 @@ class Rewriter:
                     remedy="remove torch.autocast(..., enabled=False) around the experts, or cast inside of them",
                 )
 
-    def rewrite(self) -> RewriteResult:
-        """Build the graph.
-
-        Raises:
-            Refused: the results, effects or random draws of the captures differ, or no graph can express them.
-        """
-        captures = self.residual.captures
-        outs = [pytree.tree_flatten(c.out, is_leaf=lambda x: isinstance(x, fx.Node)) for c in captures]
-        spec = outs[0][1]
-        if any(s != spec for _, s in outs):
-            raise Refused(
-                "the structure of the block's result depends on the routing",
-                remedy="return the same structure of tensors in every call",
-            )
-        self._require_autocast()
-        effects = self._collect_effects()
+    def _copy_overwritten_inputs(self, effects: list[AlignedEffect]) -> None:
+        """Let the graph compute with copies of the inputs that it overwrites: the backward must not keep them."""
         for effect, _ in effects:
-            if effect.kind == "input":  # the backward must not keep the input itself, which changes
+            if effect.kind == "input":
                 placeholder = self.residual.new_nodes[effect.target]
                 self.overwritten[effect.target] = placeholder
                 self.residual.new_nodes[effect.target] = self.residual.call(
                     aten.clone.default, (placeholder,), {}, dict(placeholder.meta)
                 )
-        aligned_leaves = list(zip(*[flat for flat, _ in outs], strict=True))
+
+    def _plan_residual(self, outputs: list[tuple[Any, ...]], effects: list[AlignedEffect]) -> list[Any]:
+        """Plan the nodes and calls of the residual that results, effects, the routed sum and random draws need."""
         roots: list[AlignedNodes] = []
-        for leaves in aligned_leaves:
-            if any(isinstance(leaf, fx.Node) for leaf in leaves):
-                if not all(isinstance(leaf, fx.Node) for leaf in leaves):
+        for leaves in outputs:
+            if any(map(_is_node, leaves)):
+                if not all(map(_is_node, leaves)):
                     raise Refused(
                         "whether the block returns a tensor depends on the routing",
                         remedy="return a tensor in every call, such as one of zeros",
@@ -140,13 +167,20 @@ class Rewriter:
         roots += [aligned for _, leaves in effects for aligned in leaves if isinstance(aligned, AlignedNodes)]
         roots += self._find_inputs_of_cut()
         draws = self._find_random_draws() + self._find_skipped_calls()
-        while True:
+        while True:  # a plan may find that a call must be inlined, which changes the calls around it
             before = set(self.residual.walk.inlined)
             plan = self.residual.walk.plan(roots + self._outside_calls(draws))
             if self.residual.walk.inlined == before:
-                break
+                return plan
+
+    def _select_own_effects(self, effects: list[AlignedEffect], plan: list[Any]) -> list[AlignedEffect]:
+        """Return the effects that no submodule of the plan has itself.
+
+        Raises:
+            Refused: the block sets an attribute to a plain value outside of these submodules.
+        """
         calls = [item[0] for item in plan if isinstance(item, list)]
-        effects = [(e, leaves) for e, leaves in effects if not self._belongs_to_call(e, leaves, calls)]
+        own_effects = [aligned for aligned in effects if not self._belongs_to_call(*aligned, calls)]
         for state in self.states:
             if not any(_changes_module(state, call) for call in calls):
                 raise Refused(
@@ -155,7 +189,10 @@ class Rewriter:
                     remedy="keep it in a buffer, or set it outside of forward; if it is set once, call the model once "
                     "before moefx.compile",
                 )
-        self.residual.emit(plan)
+        return own_effects
+
+    def _require_skipped_calls(self) -> None:
+        """Refuse a block in which a call with an object, which captures do not run, did not stay a call."""
         if inlined := next((n for n in self.residual.new_nodes if is_skipped(n)), None):
             raise Refused(
                 "a submodule gets an object that it may write to, and its call cannot stay a call: an argument or "
@@ -163,17 +200,16 @@ class Rewriter:
                 source=str(inlined.meta["source"]),
                 remedy="pass it tensors, numbers and the object, and return tensors that it makes",
             )
-        flat = [self.residual.zip_value(list(leaves), "the output") for leaves in aligned_leaves]
-        attributes = self._emit_effects(effects)
+
+    def _emit_output(self, values: list[Any], outputs: list[tuple[Any, ...]], effects: list[AlignedEffect]) -> None:
+        """Emit the output. An input that was changed is returned itself, as in `x.add_(y); return x`."""
         changed = {leaves[0].first: self.overwritten[e.target] for e, leaves in effects if e.kind == "input"}
-        flat = [  # `x.add_(y); return x`
-            changed.get(leaves[0], value) if isinstance(leaves[0], fx.Node) else value
-            for value, leaves in zip(flat, aligned_leaves, strict=True)
-        ]
-        self.residual.graph.output(flat)
-        _drop_dead(self.residual.graph)
-        absorbed = sorted({part.fqn for g in self.match.groups for table in g.tables for part in table})
-        return RewriteResult(self.residual.graph, spec, absorbed, self.residual.walk.recomputed_modules, attributes)
+        self.residual.graph.output(
+            [
+                changed.get(leaves[0], value) if _is_node(leaves[0]) else value
+                for value, leaves in zip(values, outputs, strict=True)
+            ]
+        )
 
     def _belongs_to_call(self, effect: Effect, leaves: list[Any], calls: list[SubmoduleCall]) -> bool:
         """Return whether a submodule that stays a call makes this change of its own state.
@@ -255,8 +291,8 @@ class Rewriter:
                 out.append(AlignedNodes(_leaves(c.out)[0] for c in call))
         return out
 
-    def _collect_effects(self) -> list[tuple[Effect, list[Any]]]:
-        """Return each effect with its new value: one `AlignedNodes`, or the leaves of a container."""
+    def _collect_effects(self) -> list[AlignedEffect]:
+        """Return the effects, which are the same in all captures."""
         per_capture = [c.effects for c in self.residual.captures]
         for capture in self.residual.captures:
             refuse_effects(capture)
@@ -273,7 +309,7 @@ class Rewriter:
             if first.kind == "state":
                 self.states.append(first)
                 continue
-            out.append((first, self._align_leaves(column)))
+            out.append(AlignedEffect(first, self._align_leaves(column)))
         if len({len(e) for e in per_capture}) != 1:
             raise Refused("which buffers or attributes the block changes depends on the routing")
         for effect, leaves in out:
@@ -300,7 +336,7 @@ class Rewriter:
             leaves.append(AlignedNodes(values) if isinstance(values[0], fx.Node) else values[0])
         return leaves
 
-    def _emit_effects(self, effects: list[tuple[Effect, list[Any]]]) -> list[str]:
+    def _emit_effects(self, effects: list[AlignedEffect]) -> list[str]:
         """Emit the writes to attributes, buffers and inputs, and return the names of the attributes."""
         attributes = []
         for effect, leaves in effects:
@@ -327,6 +363,10 @@ class Rewriter:
 def _changes_module(effect: Effect, call: SubmoduleCall) -> bool:
     """Return whether an effect changes the state of the called module."""
     return str(effect.target).startswith(call.fqn + ".")
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, fx.Node)
 
 
 def _leaves(tree: Any) -> list[fx.Node]:
