@@ -16,7 +16,6 @@ from .compiled_blocks import (
     find_forwards,
     find_graph_regions,
     is_compiled_function,
-    unwrap_model,
 )
 from .compiler.survey_result import Refusal, Survey
 from .driver.installation import install_programs, preview_programs
@@ -28,6 +27,7 @@ from .ir.argument_binding import ExampleInputs
 from .runtime.block_forward import BlockForward
 from .runtime.ranks.staged_models import refuse_pipeline
 from .util.model_copy import copy_model
+from .util.model_wrappers import unwrap_model
 from .util.progress import report_progress
 from .verification.verify_report import VerifyReport, verify
 

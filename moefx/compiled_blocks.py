@@ -14,12 +14,13 @@ from torch import nn
 
 from .compiler.model_proof import quote_name
 from .compiler.survey_result import Refusal
-from .errors import InvalidInput, MoefxError
+from .errors import MoefxError
 from .inspection.explain import BlockReport
 from .inspection.history import History
 from .ir.argument_binding import Specialization
 from .ir.block_graph import BlockGraph
 from .runtime.block_forward import BlockForward, find_rewritten_blocks
+from .util.model_wrappers import unwrap_model
 
 if TYPE_CHECKING:
     from .planner.decision import Decision
@@ -139,15 +140,3 @@ def find_graph_regions(target: Any) -> tuple[Record | None, dict[str, BlockForwa
     """Return the record and the regions of a model or function that was compiled with `backend="moefx"`."""
     backend = sys.modules.get("moefx.frontends.dynamo.backend")  # Dynamo loads it on first use
     return backend.compiled_for(target) if backend is not None else (None, {})
-
-
-def unwrap_model(model: Any) -> nn.Module:
-    """Return the model, also if `torch.compile` has wrapped it.
-
-    Raises:
-        InvalidInput: not a module.
-    """
-    if not isinstance(model, nn.Module):
-        shown = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-        raise InvalidInput(f"expected a model, an instance of nn.Module; got {shown}")
-    return getattr(model, "_orig_mod", model)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compiled_blocks import unwrap_model
 from ..errors import InvalidCheckpoint
 from ..runtime.ranks.overwrite_detection import SettleOnLoad
+from ..util.model_wrappers import unwrap_model
 from .derived_buffers import find_meta_buffers, list_derived_names, recompute_buffers
 from .key_conversion import KeyGroup, check_keys, find_transformers_model, group_checkpoint_keys
 from .model_tensors import LocalPart, choose_device, collect_tensors, list_models, materialize

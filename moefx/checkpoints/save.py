@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..compiled_blocks import unwrap_model
 from ..errors import InvalidCheckpoint, MoefxError
+from ..util.model_wrappers import unwrap_model
 from .key_conversion import KeyGroup, find_transformers_model, group_model_names
 from .model_tensors import ModelTensors, collect_tensors, find_group, list_models
 from .part_exchange import PartExchange

@@ -21,6 +21,7 @@ from ..runtime.ranks.data_parallel_wrappers import DDP_IGNORED, RefuseDDP, refus
 from ..runtime.ranks.sharding import format_mesh
 from ..runtime.ranks.staged_models import refuse_pipeline
 from ..runtime.ranks.state_dicts import ShardOnLoad, join_name
+from ..util.model_wrappers import unwrap_model
 from .data_axes import DataMeshes, choose_data_axes
 from .expert_layouts import find_expert_layouts
 from .pipelines.stage_split import find_layers
@@ -67,7 +68,7 @@ def parallelize(
         InvalidInput: the model was not compiled over a mesh, is sharded already, or has parameters that FSDP cannot
             shard.
     """
-    root = getattr(model, "_orig_mod", model)
+    root = unwrap_model(model)
     refuse_pipeline(root, "parallelize")
     spread = _find_spread_mesh(root, mesh)
     of_experts, others = spread.reductions["experts"], spread.reductions["others"]

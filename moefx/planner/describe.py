@@ -17,6 +17,7 @@ from ..compiler.survey_result import Survey
 from ..errors import UnknownArchitecture
 from ..ir.expert_body import ExpertBody
 from ..ir.node_values import get_argument
+from ..util.model_wrappers import unwrap_model
 from .architecture import NO_ATTENTION, Architecture, Attention
 
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")
@@ -37,7 +38,7 @@ def describe(model: nn.Module, example_inputs: Any = None) -> Architecture:
     Raises:
         UnknownArchitecture: no block was rewritten, or the blocks differ. The message has the reasons or the sizes.
     """
-    model = getattr(model, "_orig_mod", model)  # the module inside of torch.compile's wrapper
+    model = unwrap_model(model)
     survey = survey_and_check(model, example_inputs, Plan(validation="symbolic"))
     return describe_survey(model, survey)
 

@@ -20,6 +20,7 @@ from ..errors import InvalidInput, VerificationFailed
 from ..ir.argument_binding import ExampleInputs
 from ..runtime.block_forward import find_rewritten_blocks
 from ..util.default_device import neutral_device
+from ..util.model_wrappers import unwrap_model
 from .compiled_parts import CompiledPart, find_compiled_parts
 from .expert_shares import find_shares
 from .model_verifier import ModelVerifier, copy_with_original_regions, is_graph, is_region
@@ -130,7 +131,7 @@ def verify(
             (`Plan(sequence_axis=...)`) with the same inputs.
     """
     recipes, parts = _check_models(compiled, reference)
-    further, compiled, reference = parse_modes(modes), _unwrap(compiled), _unwrap(reference)
+    further, compiled, reference = parse_modes(modes), unwrap_model(compiled), unwrap_model(reference)
     if is_graph(compiled, reference) and any(mode.training is not None for mode in further):
         raise InvalidInput("verify: a graph keeps its mode of capture; modes can be no_grad or inference_mode only")
     shares = find_shares(compiled)
@@ -207,12 +208,12 @@ def _check_models(
         )
     if not recipes and _find_recipes(reference) and not find_rewritten_blocks(compiled):
         raise InvalidInput("verify: the arguments are swapped; pass the compiled model first, then the reference")
-    if _unwrap(compiled) is not compiled and not parts:
+    if unwrap_model(compiled) is not compiled and not parts:
         raise InvalidInput(
-            f"verify: cannot read how torch {torch.__version__} compiled the {type(_unwrap(compiled)).__name__}; pass "
-            "the model that torch.compile was called on"
+            f"verify: cannot read how torch {torch.__version__} compiled the {type(unwrap_model(compiled)).__name__}; "
+            "pass the model that torch.compile was called on"
         )
-    if parts and not recipes and not find_rewritten_blocks(_unwrap(compiled)):
+    if parts and not recipes and not find_rewritten_blocks(unwrap_model(compiled)):
         raise InvalidInput("verify: the backend of torch.compile is not 'moefx', so no block is rewritten")
     return recipes, parts
 
@@ -232,11 +233,6 @@ def _select_runnable_parts(
         if name in parts:
             runnable[name] = recipe.part._replace(compiler=recipe.compile)
     return {} if all(part.name == "eager" for part in runnable.values()) else runnable
-
-
-def _unwrap(model: nn.Module) -> nn.Module:
-    """Return the model that `torch.compile` was called on."""
-    return getattr(model, "_orig_mod", model)
 
 
 def _build_report(verifier: ModelVerifier, rows: Sequence[Row] = ()) -> VerifyReport:
