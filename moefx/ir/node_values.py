@@ -31,6 +31,29 @@ def get_argument(node: Node, name: str) -> Any:
     raise KeyError(f"{format_target(node)} has no argument {name}")
 
 
+def set_argument(node: Node, name: str, value: Any) -> None:
+    """Set the argument of an op's node that the op's schema calls `name`.
+
+    Raises:
+        KeyError: the op has no such argument.
+    """
+    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.name == name:
+            if argument.kwarg_only or i > len(node.args):
+                node.update_kwarg(name, value)
+            else:
+                node.args = (*node.args[:i], value, *node.args[i + 1 :])
+            return
+    raise KeyError(f"{format_target(node)} has no argument {name}")
+
+
+def read_item(node: Node) -> tuple[Node, Any]:
+    """Return the node and the number of the result that an `operator.getitem` takes."""
+    source, number = node.args
+    assert isinstance(source, Node)
+    return source, number
+
+
 def get_op_name(node: Node) -> str:
     """Return the name of an op: `topk` for `aten.topk.default`, `torch.topk` and `x.topk`."""
     if isinstance(node.target, torch._ops.OpOverload):

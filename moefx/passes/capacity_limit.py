@@ -3,9 +3,6 @@
 Results then differ from the original's.
 """
 
-# torch.fx types the arguments of a node as a wide union, and this code knows the op and so the type.
-# pyright: reportArgumentType=false
-
 from __future__ import annotations
 
 import operator

@@ -20,11 +20,6 @@ wait for rows from other nodes (Piper section V, HALO: phase I is the exchange i
 between nodes, phase III the exchange in the node of received rows).
 """
 
-# torch.fx types the arguments of a node as a wide union, and this code knows the op and so the type.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
-# pyright: reportIndexIssue=false, reportOptionalSubscript=false, reportCallIssue=false
-# pyright: reportAssignmentType=false, reportUnhashable=false, reportReturnType=false
-
 from __future__ import annotations
 
 import dataclasses
@@ -98,7 +93,7 @@ def _insert_exchanges(
     Returns:
         The exchange of each chunk of tokens, in the order of their starts.
     """
-    tokens, choices = (list(dict.fromkeys(n.args[0] for n in at)) for at in (routed.gathers, routed.picks))
+    tokens, choices = (list(dict.fromkeys(map(routed.get_source, at))) for at in (routed.gathers, routed.picks))
     weights = get_argument(routed.pft, "topk_weights")
     if routed.has_weights and weights not in choices:
         choices = [*choices, weights]
@@ -162,7 +157,7 @@ def _hash_exchange(routed: RoutedRegion, sent: list[fx.Node], placement: Placeme
 
 def _insert_places(routed: RoutedRegion, placement: Placement, routes: ExchangeRoutes) -> fx.Node:
     """Emit the destination of each slot."""
-    topk_ids, _, keep = routed.pft.args[:3]
+    topk_ids, keep = get_argument(routed.pft, "topk_ids"), get_argument(routed.pft, "keep")
     if routed.pft.kwargs.get("capacity") is not None:
         keep = routed.emit_keep_mask()  # dropped slots are not sent
     slots = placement.num_slots

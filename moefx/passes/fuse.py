@@ -5,12 +5,6 @@ activations is involved. Any expression over the down-projection and the weight 
 form stay padding-free but unfused, and `explain` shows the reason.
 """
 
-# torch.fx types the arguments of a node as a wide union, and this code knows the op and so the type.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
-# pyright: reportIndexIssue=false, reportOptionalSubscript=false, reportOptionalIterable=false, reportCallIssue=false
-# pyright: reportAssignmentType=false, reportReturnType=false, reportOperatorIssue=false, reportUnhashable=false
-# pyright: reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 import dataclasses
@@ -24,7 +18,7 @@ from ..capture.tracing.node_origins import collect_ancestors
 from ..ir.block_graph import BlockGraph
 from ..ir.expert_body import ExpertBody, Gemm
 from ..ir.expression_check import is_pointwise
-from ..ir.node_values import get_op_name
+from ..ir.node_values import get_argument, get_op_name, read_item
 from ..ir.ops.token_routing import PftResult
 from .pass_manager import graph_pass
 
@@ -63,12 +57,9 @@ def _fuse_biases(graph: fx.Graph) -> None:
     for bias in graph.find_nodes(op="call_function", target=ops.expert_rows.default):
         for add in [user for user in bias.users if user.target is aten.add.Tensor]:
             gemm = next((a for a in add.all_input_nodes if a.target is ops.grouped_mm.default), None)
-            is_plain = gemm is not None and len(gemm.users) == 1 and len(gemm.args) == 3 and not add.kwargs
-            if (
-                not is_plain
-                or len({_get_dtype(n) for n in (bias, add, gemm)}) > 1
-                or _get_shape(add) != _get_shape(gemm)
-            ):
+            if gemm is None or len(gemm.users) > 1 or get_argument(gemm, "summand") is not None or add.kwargs:
+                continue
+            if len({_get_dtype(n) for n in (bias, add, gemm)}) > 1 or _get_shape(add) != _get_shape(gemm):
                 continue
             with graph.inserting_before(add):
                 product = graph.call_function(gemm.target, (*gemm.args, bias), gemm.kwargs)
@@ -83,18 +74,18 @@ class _Fusion:
 
     def __init__(self, graph: fx.Graph, combine: fx.Node):
         self.graph, self.combine = graph, combine
-        self.token_ids, self.offsets, self.inverse = combine.args[2:5]
-        pft = self.offsets.args[0]
-        self.weights = {n for n in pft.users if n.args[1] == PftResult.COMBINE_WEIGHTS}
+        self.rows: fx.Node = get_argument(combine, "rows")
+        pft, _ = read_item(get_argument(combine, "expert_offsets"))
+        self.weights = {n for n in pft.users if read_item(n)[1] == PftResult.COMBINE_WEIGHTS}
         self.ups: list[_Up] = []
         self.parts: list[tuple[int, int | None, int | None, int]] = []
         self.scale: Any = None  # factor of the experts' input, an expression of the routing weight
 
     def apply(self) -> None:
-        down, down_bias = self._find_gemm_below(self.combine.args[0])
+        down, down_bias = self._find_gemm_below(self.rows)
         top = self._find_biased(down, down_bias)
-        out = self._build_expression(self.combine.args[0], {top: "y"})
-        act = self._build_expression(down.args[0], {}, parts=True)
+        out = self._build_expression(self.rows, {top: "y"})
+        act = self._build_expression(get_argument(down, "rows"), {}, parts=True)
         if not self.ups:
             raise _NotFusible("no up-projection before the last matrix product")
         if len(dtypes := {_get_dtype(gemm) for gemm in (*(u.gemm for u in self.ups), down)}) > 1:
@@ -113,18 +104,17 @@ class _Fusion:
         )
         w = next(iter(self.weights), None) if body.uses_row_weight else None
         biases = [b for u in self.ups if u.bias is not None for b in self._match_layout(u.gemm, u.bias)]
-        up = [t for u in self.ups for t in u.gemm.args[1]]
+        up = [t for u in self.ups for t in get_argument(u.gemm, "w")]
         down_biases = self._match_layout(down, down_bias) if down_bias is not None else []
-        parameters, dtype = _remove_casts([up, biases, list(down.args[1]), down_biases], _get_dtype(down))
-        args = (x, self.token_ids, self.offsets, self.inverse, w, *parameters)
-        before, combine_weights = self.combine.args[:2]
+        parameters, dtype = _remove_casts([up, biases, [*get_argument(down, "w")], down_biases], _get_dtype(down))
+        layout = (get_argument(self.combine, name) for name in ("token_ids", "expert_offsets", "inverse"))
         # If only sums leave the experts, no provider needs a buffer of all rows.
-        reduce = combine_weights is None and set(before.users) == {self.combine}
-        result = self.combine if reduce else before
+        reduce = get_argument(self.combine, "combine_weights") is None and set(self.rows.users) == {self.combine}
+        result = self.combine if reduce else self.rows
         with self.graph.inserting_before(self.combine):
             mlp = self.graph.call_function(
                 ops.expert_mlp.default,
-                args,
+                (x, *layout, w, *parameters),
                 {"body": body.to_json(), "keep": "h", **({"reduce": True} if reduce else {}), **dtype},
             )
             first = self.graph.call_function(operator.getitem, (mlp, 0))
@@ -170,7 +160,7 @@ class _Fusion:
 
     def _match_layout(self, gemm: fx.Node, bias: fx.Node) -> list[fx.Node]:
         """Return the biases in the layout of the weights: one stacked tensor, or one tensor per expert."""
-        biases, num_weights = list(bias.args[0]), len(gemm.args[1])
+        biases, num_weights = list(get_argument(bias, "v")), len(get_argument(gemm, "w"))
         if len(biases) == num_weights:
             return biases
         with self.graph.inserting_before(self.combine):
@@ -181,7 +171,8 @@ class _Fusion:
     def _build_gemm(self, gemm: fx.Node, bias: fx.Node | None) -> Gemm:
         dtype = _get_dtype(self._find_biased(gemm, bias))
         bias_dtype = "" if dtype == _get_dtype(gemm) else str(dtype).removeprefix("torch.")
-        return Gemm(len(gemm.args[1]), gemm.kwargs["transposed"], bias is not None, bias_dtype)
+        num, transposed = len(get_argument(gemm, "w")), get_argument(gemm, "transposed")
+        return Gemm(num, transposed, bias is not None, bias_dtype)
 
     def _find_biased(self, gemm: fx.Node, bias: fx.Node | None) -> fx.Node:
         return next(iter(gemm.users)) if bias is not None else gemm
@@ -204,10 +195,11 @@ class _Fusion:
 
     def _match_weight(self, node: fx.Node) -> Any:
         """Return the expression of a column [B,1] over the routing weight alone, or None if it is no such column."""
-        if node.target is not aten.unsqueeze.default or node.args[1] not in (1, -1):
+        if node.target is not aten.unsqueeze.default or get_argument(node, "dim") not in (1, -1):
             return None
+        column: fx.Node = get_argument(node, "self")
         if self.weights.isdisjoint(collect_ancestors(node)):
-            raise _NotFusible(f"{_label_node(node.args[0])} is not pointwise")
+            raise _NotFusible(f"{_label_node(column)} is not pointwise")
 
         def found(value: Any) -> Any:
             if not isinstance(value, fx.Node):
@@ -218,14 +210,13 @@ class _Fusion:
                 raise _NotFusible(f"{_label_node(value)} stands between the routing weight and the rows")
             return _build_op_expression(value, [found(a) for a in value.args])
 
-        return found(node.args[0])
+        return found(column)
 
     def _match_part(self, node: fx.Node) -> str | None:
         """Return `a0`, `a1`, ... for an up-projection or a slice of it, else None."""
         start, stop, step, base = None, None, 1, node
-        if node.target is aten.slice.Tensor and node.args[1] in (1, -1):
-            base = node.args[0]
-            _, _, start, stop, step = (*node.args, 1)[:5]
+        if node.target is aten.slice.Tensor and get_argument(node, "dim") in (1, -1):
+            base, start, stop, step = (get_argument(node, name) for name in ("self", "start", "end", "step"))
         gemm = base if base.target is ops.grouped_mm.default else None
         bias = None
         if gemm is None and base.target is aten.add.Tensor:
@@ -250,7 +241,7 @@ class _Fusion:
         """Return the tokens that all up-projections gather, and set `scale`."""
         inputs = []
         for up in self.ups:
-            rows, scale = up.gemm.args[0], None
+            rows, scale = get_argument(up.gemm, "rows"), None
             if rows.target is aten.mul.Tensor:
                 weights = {a: self._match_weight(a) for a in rows.all_input_nodes}
                 rows = next((a for a in weights if weights[a] is None), None)
@@ -262,18 +253,19 @@ class _Fusion:
             raise _NotFusible("the up-projections have different inputs")
         rows, self.scale = inputs[0]
         if getattr(rows, "target", None) is aten._to_copy.default and self.scale is None:
-            return self._cast_tokens(rows.args[0], rows.kwargs)
+            return self._cast_tokens(get_argument(rows, "self"), rows.kwargs)
         if getattr(rows, "target", None) is not ops.dispatch.default:
             raise _NotFusible(f"{_label_node(rows)} stands between the gather and the up-projection")
-        return rows.args[0]
+        return get_argument(rows, "x")
 
     def _cast_tokens(self, rows: Any, kwargs: Any) -> fx.Node:
         """Cast the tokens before the gather: once for each token, not once for each slot."""
         if getattr(rows, "target", None) is not ops.dispatch.default:
             raise _NotFusible(f"{_label_node(rows)} stands between the gather and the up-projection")
+        tokens: fx.Node = get_argument(rows, "x")
         with self.graph.inserting_before(rows):
-            cast = self.graph.call_function(aten._to_copy.default, (rows.args[0],), dict(kwargs))
-        cast.meta["letters"] = rows.args[0].meta.get("letters", ("S", "D"))
+            cast = self.graph.call_function(aten._to_copy.default, (tokens,), dict(kwargs))
+        cast.meta["letters"] = tokens.meta.get("letters", ("S", "D"))
         return cast
 
 
@@ -290,9 +282,9 @@ def _remove_casts(
     def is_cast(n: fx.Node) -> bool:
         return n.target is aten._to_copy.default and n.kwargs == {"dtype": dtype}
 
-    uncast = [[n.args[0] if is_cast(n) else n for n in group] for group in parameters]
+    uncast = [[get_argument(n, "self") if is_cast(n) else n for n in group] for group in parameters]
     is_equal = all(_get_dtype(n) == dtype for group in uncast for n in group)
-    return uncast, {} if is_equal else {"dtype": dtype}
+    return uncast, {} if is_equal or dtype is None else {"dtype": dtype}
 
 
 def _get_dtype(node: fx.Node) -> torch.dtype | None:
@@ -322,12 +314,13 @@ def _is_pointwise(n: fx.Node) -> bool:
 
 
 def _format_op(n: fx.Node) -> str:
+    assert isinstance(n.target, torch._ops.OpOverload)
     packet, overload = n.target.overloadpacket.__name__, n.target._overloadname
     return packet if overload == "default" else f"{packet}.{overload}"
 
 
 def _label_node(n: fx.Node) -> str:
-    return get_op_name(n.args[0] if n.target is operator.getitem else n)  # a result of `max`
+    return get_op_name(read_item(n)[0] if n.target is operator.getitem else n)  # a result of `max`
 
 
 def _erase_unused(node: fx.Node) -> None:

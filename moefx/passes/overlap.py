@@ -21,7 +21,7 @@ from torch import fx
 
 from ..ir.block_graph import BlockGraph
 from ..ir.graph_levels import has_effect
-from ..ir.node_values import get_argument
+from ..ir.node_values import get_argument, read_item, set_argument
 from .pass_manager import graph_pass
 
 ops = torch.ops.moefx
@@ -55,7 +55,7 @@ def overlap_exchanges(block: BlockGraph, plan: Any) -> BlockGraph:
 def _delay_weights(graph: fx.Graph, experts: fx.Node) -> None:
     """Insert `weights_later` between the start and the wait of the experts' rows. Of several hops, take the first one,
     between nodes, which takes longest. Its inputs may come later: `_schedule` orders the nodes."""
-    wait = _find_first_wait(experts.args[0])
+    wait = _find_first_wait(get_argument(experts, "x"))
     if wait is None:
         return
     with graph.inserting_before(wait):
@@ -63,17 +63,17 @@ def _delay_weights(graph: fx.Graph, experts: fx.Node) -> None:
         later = graph.create_node("call_function", ops.weights_later.default, weights, name="later")
     later.meta["letters"] = ("0",)
     later.meta["source"] = experts.meta.get("source", "")
-    experts.args = (*experts.args[:9], later)
+    set_argument(experts, "later", later)
 
 
-def _find_first_wait(rows: Any) -> fx.Node | None:
+def _find_first_wait(rows: fx.Node) -> fx.Node | None:
     """Return the wait of the first hop that brought the rows, or None."""
-    wait = rows.args[0] if rows.target is operator.getitem else None
+    wait = read_item(rows)[0] if rows.target is operator.getitem else None
     if wait is not None and wait.target is ops.wait_gathered.default:
         return wait
     if wait is None or wait.target is not ops.wait_rows.default:
         return None
-    return _find_first_wait(wait.args[3][0]) or wait
+    return _find_first_wait(get_argument(wait, "tokens")[0]) or wait
 
 
 def _schedule(nodes: list[fx.Node]) -> list[fx.Node]:

@@ -37,7 +37,7 @@ from ..ir.node_meta import BlockMeta
 from ..ir.node_values import TensorSpec
 
 Pass = Callable[[BlockGraph, Any], BlockGraph]
-P = TypeVar("P", bound=Pass)
+P = TypeVar("P", bound=Callable[..., BlockGraph])
 _PACKAGE = Path(__file__).resolve().parents[1]
 _META_KEYS = tuple(key for key in BlockMeta.__annotations__ if key != "val")
 

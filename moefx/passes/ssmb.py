@@ -8,8 +8,6 @@ Router, norms and shared experts still run on all tokens on each rank. Their gra
 gradients of the shards are gathered. Only the routed region, with its K rows for each token, is sharded.
 """
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 from typing import Any
@@ -20,6 +18,7 @@ from torch import fx
 from ..ir.block_graph import BlockGraph
 from ..ir.expert_placement import SharedTokens
 from ..ir.graph_levels import eliminate_dead_code
+from ..ir.node_values import get_argument, set_argument
 from .exchange.routed_region import RoutedRegion
 from .pass_manager import graph_pass
 
@@ -46,18 +45,19 @@ class _Sharding:
 
     def insert(self) -> None:
         routed, pft, graph = self.routed, self.routed.pft, self.routed.graph
-        topk_ids, weights, keep = pft.args[:3]
+        names = {"topk_ids": "own_ids", "topk_weights": "own_w", "keep": "own_keep"}
         with graph.inserting_before(pft):
-            whole = self.routed.call(aten.sym_size.int, (topk_ids, 0), {}, "S")
+            whole = self.routed.call(aten.sym_size.int, (get_argument(pft, "topk_ids"), 0), {}, "S")
             if pft.kwargs.get("capacity") is not None:  # it holds for all tokens together
                 full_pft = graph.node_copy(pft)
                 inverse = routed.unpack(full_pft, pft.meta["letters"])[3]
-                keep = routed.call(aten.ge.Scalar, (inverse, 0), {}, ("S", "K"))
+                set_argument(pft, "keep", routed.call(aten.ge.Scalar, (inverse, 0), {}, ("S", "K")))
                 pft.kwargs = {"num_experts": pft.kwargs["num_experts"]}
-            pft.args = tuple(map(self._shard, (topk_ids, weights, keep), ("own_ids", "own_w", "own_keep")))
+            for argument, name in names.items():
+                set_argument(pft, argument, self._shard(get_argument(pft, argument), name))
         with graph.inserting_before(routed.region[0]):
             for node in (*routed.gathers, *routed.picks):
-                node.args = (self._shard(node.args[0], "own_x"), *node.args[1:])
+                routed.set_source(node, self._shard(routed.get_source(node), "own_x"))
         for node in routed.sums:
             users = list(node.users)
             with graph.inserting_before(node.next):

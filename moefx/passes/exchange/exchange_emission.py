@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from ...ir.expert_placement import ExchangeRoutes, Placement, TopologyLevel
+from ...ir.node_values import get_argument
 from ...ir.ops import dialect  # registers the ops
 from .local_experts import ReceivedRows
 from .routed_region import RoutedRegion
@@ -85,7 +86,7 @@ class UnevenExchange:
 
     def insert_rows(self, tokens: list[fx.Node], choices: list[fx.Node], splits: Iterator[fx.Node]) -> None:
         """Emit the exchange, and a `build_pft` of the received rows."""
-        routes, slots, weights = self.routes, self.placement.num_slots, self.pft.args[1]
+        routes, slots, weights = self.routes, self.placement.num_slots, get_argument(self.pft, "topk_weights")
         of_hops = [next(splits) for _ in routes.levels]
         moved, sent_values = tokens, choices
         for index, own_splits in enumerate(of_hops):
@@ -143,8 +144,8 @@ class UnevenExchange:
         )
         node.meta["save"] = True
         letters = [("R", *t.meta.get("letters", ("S", "D"))[1:]) for t in first.tokens]
-        names = (*(names[0] for _ in first.tokens), names[1], *(names[2] for _ in first.choices))
-        arrived = self._parts(node, (*letters, ("R", "J"), *(("R", "J") for _ in first.choices)), names)
+        all_names = (*(names[0] for _ in first.tokens), names[1], *(names[2] for _ in first.choices))
+        arrived = self._parts(node, (*letters, ("R", "J"), *(("R", "J") for _ in first.choices)), all_names)
         num = len(first.tokens)
         return arrived[:num], arrived[num], arrived[num + 1 :]
 

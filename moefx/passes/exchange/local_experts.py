@@ -10,6 +10,7 @@ from torch import fx
 
 from ...ir.expert_body import ExpertBody
 from ...ir.expert_placement import Placement
+from ...ir.node_values import get_argument, set_argument
 from ...ir.ops import dialect  # registers the ops
 from .routed_region import RoutedRegion
 
@@ -34,7 +35,7 @@ def move_experts(routed: RoutedRegion, received: ReceivedRows, placement: Placem
     """Let the experts compute on the received rows, with this rank's parameters."""
     for node in routed.region:
         if node in routed.gathers or node in routed.picks:
-            node.args = (received.values[node.args[0]], *node.args[1:])
+            routed.set_source(node, received.values[routed.get_source(node)])
         for before, after in received.pft.items():
             node.replace_input_with(before, after)
         _select_parameters(node, placement)
@@ -64,16 +65,22 @@ def read_local_parts(graph: fx.Graph, stacked: Collection[str], placement: Place
 def _select_parameters(node: fx.Node, placement: Placement) -> None:
     """Replace the parameters of all experts by those of this rank's experts, in the order of their slots."""
     if node.target is ops.expert_mlp.default:
-        body = ExpertBody.from_json(node.kwargs["body"])
+        body = ExpertBody.from_json(get_argument(node, "body"))
         biased = [g for g in body.up if g.bias]
         gemms = (body.up, biased, [body.down], [body.down] if body.down.bias else [])
-        lists = [_select(args, [g.num for g in of], placement) for args, of in zip(node.args[5:9], gemms, strict=True)]
-        node.args = (*node.args[:5], *lists)
+        for name, of in zip(("up", "up_bias", "down", "down_bias"), gemms, strict=True):
+            set_argument(node, name, _select(get_argument(node, name), [g.num for g in of], placement))
         node.update_kwarg("body", body.with_experts(placement.num_slots).to_json())
     elif node.target is ops.grouped_mm.default:
-        node.args = (node.args[0], _select(node.args[1], [len(node.args[1])], placement), *node.args[2:])
+        _select_all(node, "w", placement)
     elif node.target is ops.expert_rows.default:
-        node.args = (_select(node.args[0], [len(node.args[0])], placement), *node.args[1:])
+        _select_all(node, "v", placement)
+
+
+def _select_all(node: fx.Node, name: str, placement: Placement) -> None:
+    """Select this rank's parameters from an argument that holds those of one group."""
+    parameters = get_argument(node, name)
+    set_argument(node, name, _select(parameters, [len(parameters)], placement))
 
 
 def _select(parameters: list[fx.Node], sizes: list[int], placement: Placement) -> list[fx.Node]:
@@ -86,9 +93,10 @@ def _select(parameters: list[fx.Node], sizes: list[int], placement: Placement) -
             _shorten_stacks(group[0], placement)
             continue
         local_nodes = [group[e] for e in placement.local_experts]
-        if size > 1 and group[0].target is aten.select.int and len({n.args[0] for n in group}) == 1:
+        if size > 1 and group[0].target is aten.select.int and len({get_argument(n, "self") for n in group}) == 1:
             for slot, node in enumerate(local_nodes):  # selected from a stack, which holds this rank's experts only
-                node.args = (node.args[0], 0, slot)
+                set_argument(node, "dim", 0)
+                set_argument(node, "index", slot)
         selected += local_nodes
     return selected
 
@@ -98,8 +106,8 @@ def _shorten_stacks(node: fx.Node, placement: Placement) -> None:
     left = [node]
     while left:
         node = left.pop()
-        if node.target is aten.stack.default and len(node.args[0]) == placement.num_experts:
-            node.args = ([node.args[0][e] for e in placement.local_experts], *node.args[1:])
+        if node.target is aten.stack.default and len(stacked := get_argument(node, "tensors")) == placement.num_experts:
+            set_argument(node, "tensors", [stacked[e] for e in placement.local_experts])
             node.meta.pop("val", None)
         elif node.op == "call_function":
             left += node.all_input_nodes

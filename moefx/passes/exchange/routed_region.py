@@ -11,12 +11,18 @@ from torch import fx
 
 from ...errors import Refused
 from ...ir.block_graph import BlockGraph
+from ...ir.node_values import get_argument, read_item, set_argument
 from ...ir.ops import dialect  # registers the ops
 from ...ir.ops.token_routing import PftResult
 
 aten = torch.ops.aten
 ops = torch.ops.moefx
 _ = dialect
+_SOURCES: dict[Any, str] = {
+    ops.expert_mlp.default: "x",
+    ops.dispatch.default: "x",
+    ops.pick_choices.default: "values",
+}  # the argument whose rows an op gathers
 
 
 class RoutedRegion:
@@ -25,14 +31,14 @@ class RoutedRegion:
     Attributes:
         pft: the `build_pft` node. results: its results by number.
         region: the nodes on routed rows, up to the sums, in order.
-        gathers: nodes that gather rows of tokens from their first argument.
-        picks: nodes that gather values of slots from their first argument.
+        gathers: nodes that gather rows of tokens: see `get_source`.
+        picks: nodes that gather values of slots.
         sums: nodes that sum the rows of each token.
     """
 
     def __init__(self, graph: fx.Graph, pft: fx.Node, region: list[fx.Node] | None = None):
         self.graph, self.pft = graph, pft
-        self.results = {u.args[1]: u for u in pft.users}
+        self.results = {read_item(user)[1]: user for user in pft.users}
         self.region = region if region is not None else self._find_region()
         self.gathers = [n for n in self.region if n.target in (ops.expert_mlp.default, ops.dispatch.default)]
         self.picks = [n for n in self.region if self._is_pick(n)]
@@ -47,7 +53,9 @@ class RoutedRegion:
             Refused: not exactly one group has several experts with matrices.
         """
         # A PFT of which only `inverse` is used decides drops and has no rows.
-        pfts = [n for n in block.find(ops.build_pft.default) if {u.args[1] for u in n.users} - {PftResult.INVERSE}]
+        pfts = [
+            n for n in block.find(ops.build_pft.default) if {read_item(u)[1] for u in n.users} - {PftResult.INVERSE}
+        ]
         regions = [cls(block.graph, pft) for pft in pfts]
         if len(regions) > 1:
             regions = [region for region in regions if region.num_experts > 1 and region.has_matrices]
@@ -57,7 +65,7 @@ class RoutedRegion:
 
     @property
     def num_experts(self) -> int:
-        return self.pft.kwargs["num_experts"]
+        return get_argument(self.pft, "num_experts")
 
     @property
     def has_weights(self) -> bool:
@@ -90,7 +98,7 @@ class RoutedRegion:
     def _is_pick(self, node: fx.Node) -> bool:
         if node.target is not ops.pick_choices.default:
             return False
-        if len(node.args[0].meta["letters"]) != 2:
+        if len(get_argument(node, "values").meta["letters"]) != 2:
             raise Refused(
                 "the experts take more than one number for each slot, which cannot be sent to other ranks yet",
                 source=str(node.meta.get("source", "")),
@@ -108,6 +116,16 @@ class RoutedRegion:
             for value in node.all_input_nodes
         ]
         return [v for v in inputs if v not in inside and not _is_constant(v, trained)]
+
+    @staticmethod
+    def get_source(node: fx.Node) -> fx.Node:
+        """Return the values of tokens that a node of `gathers` takes, or of slots that a node of `picks` takes."""
+        return get_argument(node, _SOURCES[node.target])
+
+    @staticmethod
+    def set_source(node: fx.Node, source: fx.Node | None) -> None:
+        """Replace the values that a node of `gathers` or `picks` takes."""
+        set_argument(node, _SOURCES[node.target], source)
 
     # ------------------------------------------------------------------ new nodes at the graph's insertion point
     def call(
@@ -140,16 +158,14 @@ def _is_constant(node: fx.Node, trained: Collection[str]) -> bool:
     if node.op == "get_attr":
         return str(node.meta.get("fqn") or node.target) not in trained and str(node.target) not in trained
     of_sizes = isinstance(node.meta.get("letters"), str)
-    return of_sizes or (node.op == "call_function" and not node.all_input_nodes)
+    return of_sizes or (node.op == "call_function" and len(node.all_input_nodes) == 0)
 
 
 def _is_sum(node: fx.Node) -> bool:
     """Return whether a node is a `combine`, or the sums of an `expert_mlp`."""
     if node.target is ops.combine.default:
         return True
-    return (
-        node.target is operator.getitem
-        and node.args[1] == 0
-        and node.args[0].target is ops.expert_mlp.default
-        and bool(node.args[0].kwargs.get("reduce"))
-    )
+    if node.target is not operator.getitem:
+        return False
+    source, number = read_item(node)
+    return number == 0 and source.target is ops.expert_mlp.default and get_argument(source, "reduce")
