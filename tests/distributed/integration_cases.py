@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 import moefx
 from moefx.errors import InvalidCheckpoint, InvalidInput
 
-from .parallelize_cases import PLAN, check_raises, make_mesh
+from . import parallelize_cases
+from .parallelize_cases import PLAN, check_raises, compute_loss, draw_batch, make_mesh, parallelize_model
 from .pipeline_transformers_cases import VOCAB, build_model
 from .state_cases import check_equal, create_shared_folder
 
@@ -228,6 +229,31 @@ def case_loops_with_accelerate() -> None:
     for sizes, options, first in ((dict(dp=2, ep=2), {}, 0), (dict(ep=4), {}, 2)):
         accelerator = moefx.integrations.SpreadAccelerator(cpu=True, gradient_accumulation_steps=PARTS)
         run_loop(accelerator, spread_model(sizes, options), first, folder)
+
+
+def case_loops_with_separate_experts() -> None:
+    """Experts that are modules of their own live on one rank each: their norms add up, and their states move."""
+    wanted, parameters = parallelize_cases.train_in_one_process("gated")
+    folder = create_shared_folder()
+    for sizes, first in ((dict(dp=2, ep=2), 0), (dict(ep=4), 2)):
+        model = parallelize_model("gated", sizes)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        accelerator = moefx.integrations.SpreadAccelerator(cpu=True, gradient_accumulation_steps=PARTS)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        if first:
+            accelerator.load_state(folder)
+        for step in range(first, parallelize_cases.STEPS):
+            for part in range(PARTS):
+                with accelerator.accumulate(model):
+                    accelerator.backward(PARTS * compute_loss(model, draw_batch(step, part)[dist.get_rank()]))
+                    if accelerator.sync_gradients:
+                        norm = accelerator.clip_grad_norm_(model.parameters(), 0.1)
+                        torch.testing.assert_close(norm, wanted[(PARTS + 1) * step + PARTS], rtol=0, atol=1e-9)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            if step == 1 and not first:
+                accelerator.save_state(folder)
+        torch.testing.assert_close(moefx.full_state_dict(model), dict(parameters), rtol=0, atol=1e-9)
 
 
 def case_plain_libraries_are_refused() -> None:

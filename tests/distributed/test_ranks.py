@@ -108,6 +108,13 @@ def test_trainer_and_accelerate_train_as_one_process_or_are_refused(four_ranks, 
     four_ranks(*case)
 
 
+@pytest.mark.hf
+@for_each_case("trl_cases")
+def test_trainers_of_trl_train_as_one_process(four_ranks, case):
+    pytest.importorskip("trl")
+    four_ranks(*case)
+
+
 @for_each_case("hop_cases")
 def test_exchanges_of_several_hops_equal_one_hop(four_ranks, case):
     four_ranks(*case)
