@@ -15,6 +15,7 @@ FILES = [
     "examples/qwen3_moe.py",
     "examples/train_deepseek_style.py",
     "examples/train_expert_parallel.py",
+    "examples/train_qwen3_moe.py",
     *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "benchmarks" / "results").glob("*.png"))),
 ]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import io
 import itertools
 import re
@@ -127,6 +128,10 @@ def check_output(printed: str, shown: str) -> None:
     assert not missing, f"not printed: {missing}\n\nprinted:\n{printed}"
 
 
+def find_optional_packages(code: str) -> list[str]:
+    return [package for package in OPTIONAL if re.search(rf"^(?:from|import) {package}", code, re.M)]
+
+
 def _pages() -> list:
     pages = []
     for page in MARKDOWN:
@@ -134,7 +139,7 @@ def _pages() -> list:
         if name in RUN_BY or all(block.language != "python" or block.num_ranks for block in blocks):
             continue
         code = "".join(block.code for block in blocks if block.language == "python")
-        needed = [package for package in OPTIONAL if re.search(rf"^(?:from|import) {package}", code, re.M)]
+        needed = find_optional_packages(code)
         pages.append(pytest.param(page, needed, id=name, marks=[pytest.mark.hf] * bool(needed)))
     return pages
 
@@ -159,6 +164,7 @@ def test_code_blocks_print_the_output_on_the_page(page, needed, tmp_path, monkey
 def test_scripts_for_several_ranks_print_the_output_on_the_page(tmp_path):
     """Run all scripts with equally many ranks in the same processes, which take longer to start than the scripts."""
     found = [pair for page in MARKDOWN for pair in pair_with_output(read_blocks(page)) if pair[0].num_ranks]
+    found = [pair for pair in found if all(map(importlib.util.find_spec, find_optional_packages(pair[0].code)))]
     for ranks in {block.num_ranks for block, _ in found}:
         files, texts = [], []
         for number, (block, shown) in enumerate(found):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 
 import pytest
@@ -35,3 +36,23 @@ def test_train_expert_parallel():
     done = torchrun(*command, ranks=2, timeout=850, environment={"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr[-3000:]
     assert "all_to_all_rows" in done.stdout and "moefx.verify: passed" in done.stdout and "step 3" in done.stdout
+
+
+@pytest.mark.hf
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not torch.distributed.is_available() or sys.platform != "linux", reason="needs gloo")
+def test_one_file_trains_on_every_mesh(tmp_path, monkeypatch):
+    """Train in one process, in a pipeline, and go on from the pipeline's checkpoint without one: the losses agree."""
+    pytest.importorskip("transformers", minversion="5.0")
+    example = importlib.import_module("examples.train_qwen3_moe")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    alone, found = example.main(example.parse_arguments(["--steps", "6"])), {}
+    for layout, steps in ((["--pp", "2", "--ep", "2"], 4), (["--ep", "4"], 6)):
+        command = ["examples/train_qwen3_moe.py", *layout, "--steps", str(steps), "--save-every", "2"]
+        environment = {"CUDA_VISIBLE_DEVICES": ""}
+        done = torchrun(*command, "--folder", str(tmp_path), ranks=4, timeout=400, environment=environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found |= {int(step): float(loss) for step, loss in re.findall(r"step +(\d+)  loss ([\d.]+)", done.stdout)}
+        assert len(re.findall("step ", done.stdout)) == (4 if steps == 4 else 2)
+    assert [found[step] for step in range(6)] == pytest.approx(alone, abs=1e-3)
+    assert (tmp_path / "model" / "config.json").exists()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import (
@@ -26,8 +28,8 @@ _Optimizers = Sequence[torch.optim.Optimizer]
 
 
 def save_optimizers(model: nn.Module, optimizers: _Optimizers, folder: str | os.PathLike[str]) -> None:
-    """Save the states of optimizers of a model. Collective."""
-    state_dict_saver.save(_collect_optimizers(model, optimizers), checkpoint_id=folder)
+    """Save the states of optimizers of a model in a folder of their own. Collective."""
+    _save(_collect_optimizers(model, optimizers), folder)
 
 
 def load_optimizers(model: nn.Module, optimizers: _Optimizers, folder: str | os.PathLike[str]) -> None:
@@ -39,9 +41,9 @@ def load_optimizers(model: nn.Module, optimizers: _Optimizers, folder: str | os.
 
 
 def save_model(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Save the parameters and buffers of a model. Collective."""
+    """Save the parameters and buffers of a model in a folder of their own. Collective."""
     reshard(model)
-    state_dict_saver.save({"model": get_model_state_dict(model)}, checkpoint_id=folder)
+    _save({"model": get_model_state_dict(model)}, folder)
 
 
 def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> None:
@@ -52,6 +54,13 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     set_model_state_dict(model, state["model"])
 
 
+def _save(state: dict[str, Any], folder: str | os.PathLike[str]) -> None:
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier run, with files of other ranks
+    dist.barrier()
+    state_dict_saver.save(state, checkpoint_id=folder)
+
+
 def _collect_optimizers(model: nn.Module, optimizers: _Optimizers) -> dict[str, Any]:
     reshard(model)
     with _without_empty_groups(optimizers):
@@ -60,7 +69,7 @@ def _collect_optimizers(model: nn.Module, optimizers: _Optimizers) -> dict[str, 
 
 @contextlib.contextmanager
 def _without_empty_groups(optimizers: _Optimizers) -> Iterator[None]:
-    """Leave out groups without parameters, such as those without weight decay: torch needs a first parameter."""
+    """Leave out groups without parameters, such as one without weight decay: torch reads a group's first parameter."""
     before = [list(optimizer.param_groups) for optimizer in optimizers]
     for optimizer in optimizers:
         optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
