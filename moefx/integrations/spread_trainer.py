@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer
@@ -21,6 +22,8 @@ from .sharded_state import load_optimizers, save_optimizers
 from .spread_accelerator import SpreadAccelerator, unwrap_optimizers
 from .spread_training import check_is_whole, find_spread_model, get_spread_mesh, reshard
 
+if not hasattr(Trainer, "_clip_grad_norm"):
+    raise ImportError(f"SpreadTrainer needs transformers 5.17 or later, and {transformers.__version__} is installed")
 _OPTIMIZER = "sharded_optimizer"  # the folder in a Trainer's checkpoint
 
 

@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from ..distribution.training_wiring import SPREAD_MESH, SpreadMesh
 from ..errors import InvalidInput
+from ..runtime.ranks.data_parallel_wrappers import NO_PIPELINE
+from ..runtime.ranks.staged_models import STAGED
 
 
 def find_spread_model(model: Any) -> nn.Module | None:
@@ -27,7 +29,9 @@ def get_spread_mesh(spread: nn.Module) -> SpreadMesh:
 
 
 def check_is_whole(model: nn.Module, spread: nn.Module) -> None:
-    """Raises: InvalidInput: the spread model is a part of the model that is trained."""
+    """Raises: InvalidInput: the spread model is a part of the model that is trained, or a stage of a pipeline."""
+    if STAGED in vars(model):
+        raise InvalidInput(NO_PIPELINE)
     if getattr(model, "_orig_mod", model) is not spread:
         raise InvalidInput(
             f"{type(spread).__name__}, which moefx.compile has spread over ranks, is inside of {type(model).__name__}. "

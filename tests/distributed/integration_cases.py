@@ -6,21 +6,25 @@ import functools
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
+from accelerate.utils import DataLoaderConfiguration
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import moefx
 from moefx.errors import InvalidCheckpoint, InvalidInput
+from moefx.integrations.spread_training import check_trainable
 
 from . import parallelize_cases
 from .parallelize_cases import PLAN, check_raises, compute_loss, draw_batch, make_mesh, parallelize_model
 from .pipeline_transformers_cases import VOCAB, build_model
+from .pipeline_transformers_cases import build as build_pipeline
 from .state_cases import check_equal, create_shared_folder
 
 RANKS, PARTS, BATCH, LENGTH, STEPS = 4, 2, 2, 7, 4
@@ -291,6 +295,15 @@ def case_mistakes() -> None:
     model = spread_model(dict(dp=2, ep=2), {})
     model.adapter = nn.Linear(2, 2)
     check_raises(InvalidInput, "(adapter.weight, ...) were added after", prepare, model)
+    uneven = DataLoaderConfiguration(even_batches=False)
+    model = spread_model(dict(dp=2, ep=2), {})
+    check_raises(InvalidInput, "even_batches=False", prepare, model, dataloader_config=uneven)
+    check_raises(InvalidInput, "mixed_precision='fp16'", check_trainable, model, RANKS, "fp16")
+    with mock.patch.object(Accelerator, "distributed_type", DistributedType.FSDP):
+        check_raises(InvalidInput, "accelerate is set up for FSDP", prepare, model)
+    pipe = build_pipeline(build_model())
+    check_raises(InvalidInput, "call pipe.step in a loop", prepare, pipe)
+    check_raises(InvalidInput, "call pipe.step in a loop", Accelerator(cpu=True).prepare, pipe)
     model = spread_model(dict(tp=2, ep=2), {})
     check_raises(InvalidInput, "of which 2 have tokens of their own, and accelerate gives each of 4", prepare, model)
     folder = create_shared_folder()

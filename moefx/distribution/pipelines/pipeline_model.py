@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ...errors import InvalidInput, MoefxError
-from ...runtime.ranks.data_parallel_wrappers import DDP_IGNORED, RefuseDDP
+from ...runtime.ranks.data_parallel_wrappers import (
+    ACCELERATE_FLAG,
+    DDP_IGNORED,
+    NO_PIPELINE,
+    RefuseAccelerate,
+    RefuseDDP,
+)
 from ...runtime.ranks.staged_models import STAGED
 from ...runtime.ranks.state_dicts import ShardOnLoad
 from .micro_batches import check_batch, describe_inputs, split_inputs, split_tree
@@ -37,6 +43,7 @@ class Pipeline(nn.Module):
         super().__init__()
         vars(self)[STAGED] = group
         vars(self)[DDP_IGNORED] = RefuseDDP()
+        vars(self)[ACCELERATE_FLAG] = RefuseAccelerate(NO_PIPELINE)
         self._parts, self._split, self._order, self._group = stages, split, order, group
         self._sharded = [m for stage in stages for m in stage.model.modules() if isinstance(m, FSDPModule)]
         self._device = torch.device(group.mesh.device_type)

@@ -80,22 +80,27 @@ def refuse_ddp() -> NoReturn:
 class RefuseAccelerate:
     """An attribute of a spread model that accelerate, and transformers' `Trainer` by it, read before they wrap it."""
 
-    def __init__(self, name: str):
-        self.name = name
+    def __init__(self, message: str):
+        self.message = message
 
     def __bool__(self) -> NoReturn:
-        raise InvalidInput(
-            f"accelerate does not know how {self.name}, which moefx.compile(mesh=...) has spread over ranks, reduces "
-            "its gradients. Use moefx.integrations.SpreadTrainer instead of transformers' Trainer, and "
-            "moefx.integrations.SpreadAccelerator instead of accelerate's Accelerator. Plan(gradients='manual') says "
-            "that you reduce the gradients yourself"
-        )
+        raise InvalidInput(self.message)
 
 
 def refuse_accelerate(model: nn.Module, mesh: DeviceMesh) -> None:
     """Let accelerate refuse a model that is spread over a mesh, with the call that trains it."""
     if mesh.size() > 1:
-        vars(model)[ACCELERATE_FLAG] = RefuseAccelerate(type(model).__name__)
+        vars(model)[ACCELERATE_FLAG] = RefuseAccelerate(
+            f"accelerate does not know how {type(model).__name__}, which moefx.compile(mesh=...) has spread over "
+            "ranks, reduces its gradients. Use moefx.integrations.SpreadTrainer instead of transformers' Trainer, and "
+            "moefx.integrations.SpreadAccelerator instead of accelerate's Accelerator (docs/how_to/trainer.md)"
+        )
+
+
+NO_PIPELINE = (
+    "Trainer and accelerate run the forward and the backward of a model, and a Pipeline runs a schedule of "
+    "micro-batches: call pipe.step in a loop (docs/how_to/pipelines.md), or train over a mesh without an axis 'pp'"
+)
 
 
 @contextlib.contextmanager
