@@ -123,7 +123,7 @@ def test_the_calls_on_the_way_to_a_proof_exist():
 
 
 def find_stale_references(text: str) -> list[str]:
-    """Return the names in backticks that begin with a folder of the package but lead to no module."""
+    """Return the names in backticks that begin with a folder of the package but lead to no module or public name."""
     modules = {module.removeprefix("moefx.") for module in FILES}
     folders = {name.partition(".")[0] for name in modules if "." in name}
     stale = []
@@ -131,7 +131,8 @@ def find_stale_references(text: str) -> list[str]:
         parts = name.split(".")
         prefixes = {".".join(parts[:n]) for n in range(max(2, len(parts) - 2), len(parts) + 1)}
         if parts[0] in folders and not prefixes & modules:
-            stale.append(name)
+            public = getattr(importlib.import_module(f"moefx.{parts[0]}"), "__all__", ())
+            stale += [name] if parts[1] not in public else []
     return stale
 
 
