@@ -230,9 +230,13 @@ def run_loop(accelerator: Any, model: Any, first: int = 0, folder: str = "") -> 
 def case_loops_with_accelerate() -> None:
     """Train by a loop with accelerate, and go on with its state over another mesh."""
     folder = create_shared_folder()
-    for sizes, options, first in ((dict(dp=2, ep=2), {}, 0), (dict(ep=4), {}, 2)):
+    for sizes, first in ((dict(dp=2, ep=2), 0), (dict(ep=4), 2)):
         accelerator = moefx.integrations.SpreadAccelerator(cpu=True, gradient_accumulation_steps=PARTS)
-        run_loop(accelerator, spread_model(sizes, options), first, folder)
+        model = spread_model(sizes, {})
+        model.set_requires_gradient_sync = mock.Mock(wraps=model.set_requires_gradient_sync)
+        run_loop(accelerator, model, first, folder)
+        given = [call.args[0] for call in model.set_requires_gradient_sync.call_args_list]
+        assert given == [False, True] * (STEPS - first) * (PARTS - 1)  # one reduction of gradients in a step
 
 
 def case_loops_with_separate_experts() -> None:
