@@ -17,8 +17,8 @@ from ..runtime.ranks.staged_models import STAGED
 
 
 def find_spread_model(model: Any) -> nn.Module | None:
-    """Return the model that `compile` has spread over a mesh: the module itself, or one inside of it. None if there is
-    none, or no module."""
+    """Return the module that `compile` has spread over a mesh: the model itself, or one inside of it. Return None for
+    other models, and for objects that are no modules."""
     if not isinstance(model, nn.Module):
         return None
     return next((module for module in model.modules() if SPREAD_MESH in vars(module)), None)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import DataLoaderConfiguration
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -113,10 +114,10 @@ def train_in_one_process() -> tuple[list[float], list[float], dict[str, Tensor]]
     return losses, norms, dict(model.state_dict())
 
 
-def spread_model(sizes: dict[str, int], options: dict[str, Any] | None = None) -> Any:
+def spread_model(sizes: dict[str, int], options: dict[str, Any] | None = None, model: Any = None) -> Any:
     mesh = make_mesh(**sizes)
     example = {"input_ids": torch.zeros(2, LENGTH, dtype=torch.long)}
-    model = moefx.compile(build_model(layers=1), mesh=mesh, plan=PLAN, example_inputs=example)
+    model = moefx.compile(model or build_model(layers=1), mesh=mesh, plan=PLAN, example_inputs=example)
     model.loss_function = average_losses
     return model if options is None else moefx.parallelize(model, mesh, **options)
 
@@ -191,6 +192,31 @@ def case_smoothed_labels_are_shifted() -> None:
         )  # fmt: skip
         trainer.train()
         torch.testing.assert_close(trainer.losses[0], loss.detach(), rtol=0, atol=1e-7)  # sums in float32
+
+
+def case_adapters() -> None:
+    """Train adapters that were added before `compile`, resume, and write them as PEFT does."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        return
+    folder, states = create_shared_folder(), []
+    for resumed in (None, f"{folder}/checkpoint-2"):
+        model = get_peft_model(build_model(layers=1), LoraConfig(r=2, target_modules=["q_proj"])).double()
+        trainer = build_trainer(
+            spread_model(dict(dp=2, ep=2), model=model), folder, save_strategy="steps", save_steps=2
+        )
+        trainer.train(resume_from_checkpoint=resumed)
+        states.append(moefx.full_state_dict(trainer.model))
+    torch.testing.assert_close(*states, rtol=0, atol=1e-9)
+    original = build_model(layers=1).state_dict()
+    check_equal({n: states[0][f"base_model.model.{n}"] for n in original if "q_proj" not in n},
+                {n: value for n, value in original.items() if "q_proj" not in n})  # fmt: skip
+    trainer.model.save_pretrained(f"{folder}/adapter-{dist.get_rank()}", state_dict=states[1])
+    saved = load_file(f"{folder}/adapter-{dist.get_rank()}/adapter_model.safetensors")
+    adapters = {n.replace(".default.", "."): value for n, value in states[0].items() if "lora" in n}
+    assert len(adapters) == 2 and all(value.abs().max() > 0 for value in adapters.values())
+    torch.testing.assert_close(saved, adapters, rtol=0, atol=1e-9)
 
 
 def run_loop(accelerator: Any, model: Any, first: int = 0, folder: str = "") -> None:
