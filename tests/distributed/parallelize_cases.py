@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -172,19 +173,30 @@ def case_between_tensor_parallel_layers() -> None:
 
 def case_scaled_losses() -> None:
     """Skip a step on all ranks if one rank's gradient overflows, of its own expert or of a part of another layer."""
-    for kind, wanted in itertools.product(("gated", "joined"), (True, False)):
+    for kind, of_experts in itertools.product(("gated", "joined"), (True, False)):
         model = parallelize_model(kind, dict(dp=2, ep=2))
-        scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=8.0), torch.optim.SGD(model.parameters(), lr=0.1)
+        names = sorted(dict(model.named_parameters()), key=is_expert_parameter, reverse=True)  # experts first
+        optimizer = torch.optim.SGD(map(model.get_parameter, names), lr=0.1)
+        scaler = ShardedGradScaler("cpu", init_scale=8.0)
         scaler.scale(compute_loss(model, draw_batch(0, 0)[dist.get_rank()])).backward()
         if dist.get_rank() == RANKS - 1:
-            own = [p for name, p in model.named_parameters() if is_expert_parameter(name) == wanted]
+            own = [p for name, p in model.named_parameters() if is_expert_parameter(name) == of_experts]
             next(g for p in own if (g := p.grad.to_local()).numel()).view(-1)[0] = torch.inf
         dist.barrier()
         before = [parameter.to_local().detach().clone() for parameter in model.parameters()]
         scaler.step(optimizer)
         scaler.update()
         now = [parameter.to_local() for parameter in model.parameters()]
-        assert scaler.get_scale() == 4.0 and all(map(torch.equal, before, now)), (kind, wanted)
+        assert scaler.get_scale() == 4.0 and all(map(torch.equal, before, now)), (kind, of_experts)
+
+
+def case_a_scaler_that_decides_alone() -> None:
+    model = parallelize_model("gated", dict(dp=2, ep=2))
+    for options in ({"fused": True}, {"foreach": True}):
+        optimizer, scaler = torch.optim.AdamW(model.parameters(), **options), torch.amp.GradScaler("cpu", 8.0)
+        scaler.scale(compute_loss(model, draw_batch(0, 0)[dist.get_rank()])).backward()
+        check_raises(InvalidInput, "Use torch.distributed.fsdp.sharded_grad_scaler", scaler.step, optimizer)
+    torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
 
 
 def case_averages_of_weights() -> None:

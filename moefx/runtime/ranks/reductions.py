@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ...errors import InvalidInput
 from ...util.user_code import is_user_file
 
 PIPELINE_AXIS, TENSOR_AXIS = "pp", "tp"  # names of mesh axes; ranks along "tp" have the same tokens
@@ -117,13 +118,26 @@ class GradientWatch:
             _hook_handles.append(register_optimizer_step_pre_hook(_check_watches))
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.manual or self.has_warned or optimizer in self.seen:
+        """Check the first step of an optimizer.
+
+        Raises:
+            InvalidInput: it belongs to a `GradScaler` that decides for each rank alone.
+        """
+        if optimizer in self.seen:
             return
-        self.seen.add(optimizer)
-        self.is_up_to_date = False
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
         parameters = {name: p for name, p in self.model.named_parameters() if id(p) in stepped}
-        if parameters and (unreduced := self._find_unreduced(parameters)):
+        if parameters and _has_plain_scaler():
+            raise InvalidInput(
+                f"GradScaler decides on each rank alone whether to skip a step, and the ranks of "
+                f"{type(self.model).__name__} have different experts: they would drift apart. Use "
+                "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler, which has the same arguments"
+            )
+        self.seen.add(optimizer)
+        self.is_up_to_date = False
+        if self.manual or self.has_warned or not parameters:
+            return
+        if unreduced := self._find_unreduced(parameters):
             self.has_warned = True
             warnings.warn(self._format_warning(unreduced), stacklevel=_find_user_stacklevel())
 
@@ -174,6 +188,22 @@ def _find_user_stacklevel() -> int:
     while frame.f_back is not None and not is_user_file(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
     return level
+
+
+def _has_plain_scaler() -> bool:
+    """Return whether a `GradScaler` calls the optimizer, and does not reduce its decision over the ranks.
+
+    torch's `GradScaler` reduces it over the mesh of the optimizer's first gradient, which may be that of an expert.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, torch.amp.GradScaler):
+            from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler  # takes a while
+
+            return caller.is_enabled() and not isinstance(caller, ShardedGradScaler)
+        frame = frame.f_back
+    return False
 
 
 def _list_mesh_ranks(parameter: DTensor) -> list[int]:
