@@ -15,7 +15,7 @@ from ..distribution.spread_models import clip_grad_norm_, full_state_dict
 from ..errors import InvalidInput
 from ..runtime.ranks.data_parallel_wrappers import allow_accelerate
 from .sharded_state import load_model, load_optimizers, save_model, save_optimizers
-from .spread_training import check_optimizers, check_trainable, find_spread_model
+from .spread_training import check_optimizers, check_trainable, find_spread_model, reshard
 
 _MODEL, _OPTIMIZER = "sharded_model", "sharded_optimizer"  # folders that `save_state` writes
 
@@ -65,6 +65,7 @@ class SpreadAccelerator(Accelerator):
         """Prepare a model, see `prepare`. A spread model gets autocast and `torch.compile`, and no wrapper."""
         if find_spread_model(model) is None:
             return super().prepare_model(model, device_placement, evaluation_mode)
+        reshard(model)
         if not evaluation_mode:
             check_trainable(model, self.num_processes, self.mixed_precision)
         if not self.even_batches and self.num_processes > 1:

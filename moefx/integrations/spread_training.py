@@ -81,7 +81,7 @@ def check_trainable(model: nn.Module, num_processes: int, precision: str) -> Non
 
 
 def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], models: Sequence[nn.Module]) -> None:
-    """Raises: InvalidInput: an optimizer was built before `parallelize` replaced the parameters of a spread model."""
+    """Raises: InvalidInput: an optimizer has parameters that `parallelize` has replaced, or that FSDP has gathered."""
     spread = [model for model in models if find_spread_model(model) is not None]
     known = {id(parameter) for model in models for parameter in model.parameters()}
     for optimizer in optimizers:
@@ -89,7 +89,8 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], models: Sequen
         if spread and stale:
             raise InvalidInput(
                 f"{type(optimizer).__name__} has {len(stale)} parameter(s) that {type(spread[0]).__name__} does not "
-                "have any more: build the optimizer after moefx.parallelize, which replaces parameters"
+                "have any more: build the optimizer after moefx.parallelize, which replaces parameters, and before an "
+                "evaluation, which leaves gathered ones"
             )
 
 
