@@ -25,7 +25,15 @@ from torch.utils import _pytree as pytree
 from . import graph_codegen
 from .argument_binding import Binding, Guard, Path
 from .graph_printer import print_block
-from .node_values import BUILD_PFT, PLACE_CHOICES, WAIT_GATHERED, TensorSpec, format_target
+from .node_values import (
+    BUILD_PFT,
+    PLACE_CHOICES,
+    WAIT_GATHERED,
+    TensorSpec,
+    format_target,
+    get_argument,
+    read_item,
+)
 from .op_joining import join_ops
 
 _EXPERT_OFFSETS = 2  # position among the results of build_pft
@@ -145,10 +153,10 @@ class BlockGraph:
         block, offsets = self.copy(), []
         local = block._offsets()
         for node in block.find(PLACE_CHOICES):
-            (topk_ids, keep), num_experts = node.args, len(node.kwargs["places"])  # type: ignore[arg-type]
+            choices = get_argument(node, "topk_ids"), None, get_argument(node, "keep")
+            kwargs: dict[str, Any] = {"num_experts": len(get_argument(node, "places"))}
             with block.graph.inserting_before(node):
-                arguments: Any = (topk_ids, None, keep), {"num_experts": num_experts}
-                pft = block.graph.call_function(torch.ops.moefx.build_pft.default, *arguments)
+                pft = block.graph.call_function(torch.ops.moefx.build_pft.default, choices, kwargs)
                 offsets.append(block.graph.call_function(operator.getitem, (pft, _EXPERT_OFFSETS)))
         return block, offsets + local
 
@@ -177,11 +185,11 @@ class BlockGraph:
 
 def _includes_other_ranks(pft: Node) -> bool:
     """Return whether a `build_pft` routes tokens that came from other ranks, too."""
-    if pft.kwargs.get("num_rows") is not None:
+    if get_argument(pft, "num_rows") is not None:
         return True
-    slots: Any = pft.args[0]
+    slots = get_argument(pft, "topk_ids")
     is_part = isinstance(slots, Node) and slots.target is operator.getitem
-    return is_part and format_target(slots.args[0]) == WAIT_GATHERED  # type: ignore[arg-type]
+    return is_part and format_target(read_item(slots)[0]) == WAIT_GATHERED
 
 
 def _is_literal(value: Any) -> bool:

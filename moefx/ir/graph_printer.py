@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from .display_names import attribute_name, format_attribute_path, format_body, format_ranges, shown_names
 from .graph_codegen import INFIX, is_getitem, list_results
-from .node_values import BUILD_PFT, format_dtype, format_target, format_value
+from .node_values import BUILD_PFT, format_dtype, format_target, format_value, get_argument
 
 if TYPE_CHECKING:
     from .block_graph import BlockGraph
@@ -182,8 +182,8 @@ class _Printer:
 
     def _comment(self, node: Node, results: Sequence[Node | None] | None) -> str:
         if format_target(node) == BUILD_PFT:
-            drops = node.kwargs.get("capacity") is not None or any(a is not None for a in node.args[2:])
-            if (known := node.kwargs.get("num_rows")) is not None:
+            drops = any(get_argument(node, name) is not None for name in ("keep", "capacity"))
+            if (known := get_argument(node, "num_rows")) is not None:
                 return f"B = {self._value(known)}, and up to 1/64 more"
             return "B = S*K, valid up to expert_offsets[E]" if drops else "B = S*K"
         if format_target(node) in _BUNDLES:
