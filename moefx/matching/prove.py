@@ -16,6 +16,7 @@ from .lift.canonical_form import CanonicalForm
 from .lift.distinct_choices import has_distinct_slots
 from .lift.lifter import NothingRouted
 from .lift.routed_nodes import has_sequence_choices
+from .lift.same_form import ONE_FUNCTION
 from .match_result import Match, ProvenGroup
 from .probes.boundary_values import add_boundary_values, add_larger_flags
 from .probes.probe import Probe
@@ -284,6 +285,8 @@ def merge_groups(state: ProofState) -> list[ProvenGroup]:
                         raise Refused(
                             f"expert {e} uses {part} under one routing and {merged[e]} under another",
                             culprits=(part.fqn,),
+                            source=str(form.cut.meta["source"]),
+                            remedy="select the parameters of an expert by its number only",
                         )
             tables.append([merged[e] for e in ids])
         merged_groups.append(ProvenGroup(ids, first.body, tables, []))
@@ -292,7 +295,7 @@ def merge_groups(state: ProofState) -> list[ProvenGroup]:
         raise Refused(
             f"expert {repeated[0]} computes different functions under different routings",
             source=str(state.evidence.reference.cut.meta["source"]),
-            remedy="select the function of an expert by its number or by the values of a token, not by the routing",
+            remedy=ONE_FUNCTION,
         )
     return merged_groups
 

@@ -16,7 +16,7 @@ from ..ir.node_values import get_op_name
 from .facts.graph_nodes import depends_on_routing, find_comparison
 from .facts.op_classes import CONTRACTIONS_OF_ROWS, ORDERED, RANDOM_INTEGERS, RECURRENCES
 from .probes.branch_outcomes import find_buffers
-from .probes.forced_outcome import DECIDE_OUTSIDE
+from .probes.forced_outcome import DECIDE_OUTSIDE, refuse_limit
 
 if TYPE_CHECKING:
     from .proof.proof_state import ProofState
@@ -63,12 +63,7 @@ def explain_limit(capture: Capture) -> Refused | None:
     for read in capture.reads:
         op, number = find_comparison(read)
         if op in ORDERED and type(number) in (int, float) and not is_emptiness_test(op, number):
-            return Refused(
-                f"the number of tokens that chose an expert decides whether it runs: {read.source.text}",
-                source=str(read.source),
-                remedy="run every expert that has tokens; drop tokens by a mask over all choices, as in "
-                "weights * (counts <= limit)[ids]",
-            )
+            return refuse_limit(read.source)
     return None
 
 

@@ -20,6 +20,10 @@ class Block(blocks.Block):
     def moe(self, x):
         return Loop.forward(self, x)
 
+    @classmethod
+    def of_moe(cls):
+        return cls(cls.moe)
+
 
 def read_count(block, x):
     count = (block.route(x)[1] == 0).sum().item()
@@ -114,6 +118,42 @@ def divide_by_a_number(block, x):
     return block.mixed(x, w / x.shape[0] ** 0.5, ids)
 
 
+def write_rows(new):
+    """Select an expert, or none, and write the rows of the experts into a new tensor."""
+
+    def forward(block, x):
+        w, ids = block.gate(x).softmax(-1).topk(1)
+        out = new(x)
+        for e, expert in enumerate(block.experts[:-1]):
+            t, k = torch.where(ids == e)
+            out[t] = expert(x[t]) * w[t, k, None]
+        return out
+
+    return forward
+
+
+def warm_up_by_a_branch(block, x):
+    w, ids = block.route(x)
+    if block.is_warm:
+        w = w / 2
+    return block.mixed(x, w, ids)
+
+
+def warm_up_by_where(block, x):
+    w, ids = block.route(x)
+    return block.mixed(x, torch.where(block.is_warm, w / 2, w), ids)
+
+
+def skip_few(block, x):
+    w, ids = block.route(x)
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(block.experts):
+        t, k = torch.where(ids == e)
+        if len(t) >= 3:
+            out = out.index_add(0, t, expert(x[t]) * w[t, k, None])
+    return out
+
+
 class BatchNormed(nn.Sequential):
     def __init__(self):
         super().__init__(nn.Linear(D, D), nn.BatchNorm1d(D))
@@ -136,7 +176,18 @@ class Chunks(nn.Module):
 
 
 OUTSIDE = nn.Linear(D, D).double()
+IS_WARM = torch.tensor(False)
 PAIRS = {
+    r"never written.*start from torch.zeros_like": (
+        lambda: Block(write_rows(torch.empty_like)),
+        lambda: Block(write_rows(torch.zeros_like)),
+    ),
+    r"choose between their results by torch.where": (
+        lambda: Block(warm_up_by_a_branch, is_warm=nn.Buffer(IS_WARM)),
+        lambda: Block(warm_up_by_where, is_warm=nn.Buffer(IS_WARM)),
+    ),
+    r"compute with dense tensors": (lambda: Block(lambda block, x: block.moe(x.to_sparse().to_dense())), Block.of_moe),
+    r"decides whether it runs.*run every expert that has tokens$": (lambda: Block(skip_few), Block.of_moe),
     r"its attribute calls.*keep it in a buffer": (
         lambda: Block(count_calls, calls=0),
         lambda: Block(count_calls, calls=nn.Buffer(torch.zeros((), dtype=torch.int64))),
@@ -144,7 +195,7 @@ PAIRS = {
     r"compute with the tensor itself": (lambda: Block(read_count), lambda: Block(keep_count)),
     r"draw them with torch, as a tensor": (lambda: Block(draw_in_python), lambda: Block(draw_as_tensor)),
     r"compute with a changed copy": (lambda: Block(normalize_in_place), lambda: Block(normalize_a_copy)),
-    r"cut into 3 parts.*a module of its own": (lambda: Block(cut_gradient), Chunks),
+    r"split into 3 chunks.*move the code of one chunk into a module": (lambda: Block(cut_gradient), Chunks),
     r"write to a copy, or out of place": (lambda: Block(write_behind_autograd), lambda: Block(write_to_a_copy)),
     r"make the module that owns it a submodule": (
         lambda: Block(lambda block, x: OUTSIDE(block.moe(x))),

@@ -21,7 +21,7 @@ from ..facts.op_classes import COMPARISONS
 from ..lift.canonical_form import Body, CanonicalForm, NodeRef
 from ..lift.expert_index import enumerate_slot_views
 from ..match_result import Match
-from ..probes.forced_outcome import ASK_ROWS
+from ..probes.forced_outcome import ASK_ROWS, refuse_limit
 from ..terms.index_arithmetic import unravel
 from ..terms.node_semantics import Semantics
 from ..terms.normal_form import Terms
@@ -116,14 +116,7 @@ def _explain_left_out(forms: Sequence[CanonicalForm]) -> Refused | None:
     for read in (read for form in forms for read in form.capture.reads):
         _, number = find_comparison(read)
         if type(number) in (int, float) and lowest <= number <= highest:
-            count_text = "fewer tokens than a limit" if are_few else "more tokens than a limit"
-            return Refused(
-                f"experts that {count_text} chose are left out, and their tokens get nothing from them: "
-                f"{read.source.text}",
-                source=str(read.source),
-                remedy="run every expert that has tokens, or take the weights away by a mask over all choices, as in "
-                "weights * (counts >= limit)[ids]",
-            )
+            return refuse_limit(read.source, skips_few=are_few)
     return None
 
 

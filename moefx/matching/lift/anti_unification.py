@@ -167,7 +167,11 @@ class Unifier:
                 args.append(a)
             else:
                 other = next(c for c in column if c != a)
-                raise Refused(f"a constant inside the experts depends on the routing: {a!r} and {other!r}")
+                raise Refused(
+                    f"a constant inside the experts depends on the routing: {a!r} and {other!r}",
+                    remedy="compute it for all slots as a tensor, and multiply the routing weights by it, as in "
+                    "weights * counts[ids]",
+                )
         return Body(first.op, tuple(args), first.shape)
 
     def _add_table(self, positions: Positions, terms: list[Term], same: bool) -> Body:
@@ -179,11 +183,16 @@ class Unifier:
         for (_, _, e), t in zip(positions, terms, strict=True):
             part = ParameterSlice.from_term(t)
             if table.setdefault(e, part) != part:
-                raise Refused(f"expert {e} uses {part} for one token and {table[e]} for another", culprits=(part.fqn,))
+                raise Refused(
+                    f"expert {e} uses {part} for one token and {table[e]} for another",
+                    culprits=(part.fqn,),
+                    remedy="select the parameters of an expert by its number only",
+                )
             if t.shape != shape:
                 raise Refused(
                     "experts have parameters of different shapes",
                     culprits=(str(part), str(next(iter(table.values())))),
+                    remedy="give all experts parameters of one shape",
                 )
         if table not in self.tables:
             self.tables.append(table)
@@ -214,6 +223,7 @@ class Unifier:
                     f"the experts' computation goes through {name}, which is not row by row",
                     culprits=(name,),
                     source=str(node.meta["source"]),
+                    remedy="compute each output row of an expert from one input row",
                 )
             if node.op == "placeholder":
                 origin = f"the argument {name}"

@@ -31,6 +31,7 @@ from .lift_refusals import NothingRouted, UnexplainedIndex, explain_overwrite
 from .repeated_choices import ChoiceSums, RepeatedChoiceRefused, find_repeated
 from .residual_terms import assign_identity_slots, find_shared, find_unrouted_value
 from .routed_nodes import ParameterUses, collect_ancestors, find_cut_inputs
+from .same_form import ONE_FUNCTION
 from .value_lookup import SlotEffects, ValueAxes, ValueLookup
 
 _Summand = tuple[int, int, Term]  # token, slot, term
@@ -124,7 +125,11 @@ class CutLifter:
         for t, row in enumerate(self.uses.rows(self.cut)):
             parts = self.owners.split_summands(row)
             if any(is_const(p, "nan") for p in parts):  # type: ignore[arg-type]
-                raise Refused(f"output row {t} is never written", source=str(self.cut.meta["source"]))
+                raise Refused(
+                    f"output row {t} is never written",
+                    source=str(self.cut.meta["source"]),
+                    remedy="start from torch.zeros_like(x) instead of torch.empty_like(x)",
+                )
             of_experts = {p for p in parts if any(strip_moves(x).args[0] in experts for x in self.uses.leaves(p))}
             expert_summands.append([p for p in parts if p in of_experts])
             residual.append([p for p in parts if p not in of_experts])
@@ -220,7 +225,9 @@ class CutLifter:
         clash = [e for e, n in Counter(e for g in groups for e in g.ids).items() if n > 1]
         if clash:
             raise Refused(
-                f"expert {clash[0]} does not always compute the same function", source=str(self.cut.meta["source"])
+                f"expert {clash[0]} does not always compute the same function",
+                source=str(self.cut.meta["source"]),
+                remedy=ONE_FUNCTION,
             )
         return groups
 

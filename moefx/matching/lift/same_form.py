@@ -7,6 +7,8 @@ import dataclasses
 from ...errors import Refused
 from .canonical_form import CanonicalForm
 
+ONE_FUNCTION = "select the function of an expert by its number or by the values of a token, not by the routing"
+
 
 def require_same_form(a: CanonicalForm, b: CanonicalForm) -> CanonicalForm:
     """Check that two captures have one form, and return `b` with its groups in the order of `a`.
@@ -30,7 +32,9 @@ def require_same_form(a: CanonicalForm, b: CanonicalForm) -> CanonicalForm:
     by_signature = {(g.body, tuple(v.signature for v in g.values)): g for g in b.groups}
     ordered = [by_signature.pop((g.body, tuple(v.signature for v in g.values)), None) for g in a.groups]
     if by_signature:
-        raise Refused("experts compute different functions under different routings", source=source)
+        raise Refused(
+            "experts compute different functions under different routings", source=source, remedy=ONE_FUNCTION
+        )
     groups = [
         h if h is not None else dataclasses.replace(g, ids=[], tables=[{} for _ in g.tables], values=[])
         for g, h in zip(a.groups, ordered, strict=True)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _MAX_EXTRA = 8
 _MIN_CHANCE = 1e-3
 _MAX_NUMBERS = 4096
+_CHOOSE_ALL = "pass example_inputs, or set buffers, with which some token chooses each expert"
 
 
 def show_all_experts(state: ProofView) -> None:
@@ -50,7 +51,9 @@ def show_all_experts(state: ProofView) -> None:
         if extra == _MAX_EXTRA:
             raise Refused(
                 f"{len(missing)} of {state.num_experts} experts were never chosen under any routing tried, "
-                f"the first is expert {missing[0]}"
+                f"the first is expert {missing[0]}",
+                source=str(state.evidence.reference.cut.meta["source"]),
+                remedy=_CHOOSE_ALL if all(map(depends_on_call, state.evidence.reference.expert_index.nodes)) else "",
             )
         extra += 1
         sizes = state.size_choice.choose(max(17, min(len(missing), 4 * state.max_experts)), extra)

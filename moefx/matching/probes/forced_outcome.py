@@ -22,6 +22,7 @@ DECIDE_OUTSIDE = (
     "test an attribute that is set outside of forward, such as `if self.is_warming_up`, and compile the model in its "
     "final state; calls in another state run the original"
 )
+_MASK_SLOTS = "to drop tokens, multiply the routing weights by a mask over all slots: weights * (counts <= limit)[ids]"
 ASK_ROWS = "to skip an expert without tokens, test its number of rows: if rows.shape[0] == 0"
 _REPEATS = 3  # force a read this many times as often as the capture had it
 
@@ -156,11 +157,23 @@ _REMEDIES = {
     OutcomeKind.COUNT: ASK_ROWS,
     OutcomeKind.ZERO_SUM: ASK_ROWS,
     OutcomeKind.BUFFER: DECIDE_OUTSIDE,
-    OutcomeKind.LOAD: (
-        "compute the same for each token, however many tokens the expert has; to drop tokens, multiply the routing "
-        "weights by a mask over all slots: weights * (counts <= limit)[ids]"
-    ),
+    OutcomeKind.LOAD: (f"compute the same for each token, however many tokens the expert has; {_MASK_SLOTS}"),
 }
+
+
+def refuse_limit(source: Source, skips_few: bool = False) -> Refused:
+    """Build the refusal of a block that skips experts which have tokens, by a comparison of their number with a limit.
+
+    Args:
+        source: the comparison.
+        skips_few: the experts with fewer tokens than the limit are skipped, so that a few tokens select nothing. A
+            mask does the same, and is refused, too.
+    """
+    return Refused(
+        f"the number of tokens that chose an expert decides whether it runs: {source.text}",
+        source=str(source),
+        remedy="run every expert that has tokens" + ("" if skips_few else f"; {_MASK_SLOTS}"),
+    )
 
 
 def refuse_change(step: ForcedStep) -> Refused:

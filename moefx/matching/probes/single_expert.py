@@ -26,9 +26,10 @@ def refuse_single_expert(state: ProofView) -> None:
     """
     if state.num_experts >= 2:
         return
+    source = str(state.evidence.reference.cut.meta["source"])
     if any(_has_other_choice(form) for form in state.evidence.forms):
-        raise Refused(ONE_EXPERT, source=str(state.evidence.reference.cut.meta["source"]))
-    raise Refused("there is only one expert, and every token uses it: nothing is selected")
+        raise Refused(ONE_EXPERT, source=source)
+    raise Refused("there is only one expert, and every token uses it: nothing is selected", source=source)
 
 
 def _has_other_choice(form: CanonicalForm) -> bool:

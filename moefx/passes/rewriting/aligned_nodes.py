@@ -41,4 +41,5 @@ def routing_dependence(here: fx.Node, there: fx.Node) -> Refused:
         f"code outside the experts depends on the routing or on sizes: {get_op_name(here)} here, "
         f"{get_op_name(there)} there",
         source=str(there.meta["source"]),
+        remedy="run the same operations in every call, and choose between their results by torch.where",
     )

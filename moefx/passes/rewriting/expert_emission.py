@@ -58,6 +58,7 @@ class ExpertBodyEmitter:
         self.token_ids, self.slot_ids, self.offsets, self.inverse, self.combine_weights = pft
         self.parameters = ExpertWeights(emit, match.block)
         self.done: dict[Body, BodyValue] = {}
+        self.source = str(match.forms[0].cut.meta["source"])  # of refusals
         self.number: int | None = None  # the expert whose parameters are computed with, if a single one
 
     def call(self, target: Any, args: tuple, kwargs: dict[str, Any] | None = None, **described: Any) -> fx.Node:
@@ -146,14 +147,14 @@ class ExpertBodyEmitter:
                 pieces = [self._as_rows(self.emit_value(a), len(b.shape)) for a in b.args[1:]]
                 return BodyValue(self.call(aten.cat.default, (pieces, b.args[0] + 1)), "row", len(b.shape))
             case _:
-                raise Refused(f"the experts use {b.op} in a way that is not supported on rows")
+                raise Refused(f"the experts use {b.op} in a way that is not supported on rows", source=self.source)
         return BodyValue(node, inner.kind, len(b.shape))
 
     def _emit_recorded_op(self, b: Body) -> fx.Node:
         target, args, kwargs, part, *operands = b.args
         nodes = [self.emit_value(a) for a in operands]
         if any(v.kind != "fixed" for v in nodes):
-            raise Refused(f"the experts use {target} in a way that is not supported on rows")
+            raise Refused(f"the experts use {target} in a way that is not supported on rows", source=self.source)
 
         def filled(a: Any) -> Any:
             if isinstance(a, Operand):
@@ -191,7 +192,7 @@ class ExpertBodyEmitter:
             case "prod" | "cumsum":
                 overload = aten.prod.dim_int if name == "prod" else aten.cumsum.default
                 return self.call(overload, (x, dims[0]))
-        raise Refused(f"the experts use {name}, which is not supported on rows")
+        raise Refused(f"the experts use {name}, which is not supported on rows", source=self.source)
 
     def _emit_routed_value(self, b: Body) -> BodyValue:
         i = b.args[0]
@@ -237,7 +238,10 @@ class ExpertBodyEmitter:
     def _as_rows(self, v: BodyValue, rank: int) -> fx.Node:
         """Emit a value with one leading row axis and `rank` more."""
         if isinstance(v.node, (int, float)):
-            raise Refused("the experts join a number and their rows, as in `torch.stack([h, torch.zeros_like(h)])`")
+            raise Refused(
+                "the experts join a number and their rows, as in `torch.stack([h, torch.zeros_like(h)])`",
+                source=self.source,
+            )
         if v.kind == "expert":
             nodes = v.node if isinstance(v.node, list) else [v.node]
             if v.rank != 1:
@@ -329,7 +333,7 @@ class ExpertBodyEmitter:
         inputs, output, *operands = b.args
         values = [self.emit_value(a) for a in operands]
         if len(values) > 2:
-            raise Refused(f"a product of {len(values)} tensors inside the experts is not supported")
+            raise Refused(f"a product of {len(values)} tensors inside the experts is not supported", source=self.source)
         if len(values) == 2 and values[0].kind != "row" and values[1].kind == "row":
             values, inputs = values[::-1], inputs[::-1]
         if (

@@ -98,6 +98,7 @@ class ResidualGraph:
                     "different parameters are used under different routings",
                     culprits=tuple(t.meta["fqn"] for t in aligned),
                     source=str(next(iter(n.users)).meta["source"]),
+                    remedy="run the same operations in every call, and choose between their results by torch.where",
                 )
             if n.meta["kind"] == "constant":
                 return self._literal(aligned)
@@ -106,7 +107,12 @@ class ResidualGraph:
             return out
         where = str(n.meta["source"])
         if "sparse" in get_op_name(n):
-            raise Refused("sparse tensors are not followed", culprits=(get_op_name(n),), source=where)
+            raise Refused(
+                "sparse tensors are not followed",
+                culprits=(get_op_name(n),),
+                source=where,
+                remedy="compute with dense tensors",
+            )
         read = self.reads.find([t.args[1] for t in aligned]) if n.target in ARITHMETIC else None
         source: Any = n.args[0] if n.args else None
         if read is not None and is_float(source.meta["val"]):
@@ -339,6 +345,7 @@ class ResidualGraph:
             raise Refused(
                 f"a constant depends on the routing: {first!r} and {next(v for v in values if v != first)!r}",
                 source=where,
+                remedy="compute it as a tensor, by torch operations on the routing",
             )
         return float(first) if isinstance(first, float) else first
 

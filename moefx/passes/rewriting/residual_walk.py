@@ -108,6 +108,7 @@ class ResidualWalk:
                     "a value from inside the experts is used outside of the routed sum",
                     culprits=(get_op_name(n),),
                     source=str(n.meta["source"]),
+                    remedy="leave it out, or compute it from the routing weights or from the output",
                 )
             needed[n.meta["index"] * 2] = aligned
             stack += self._pair_arguments(aligned)

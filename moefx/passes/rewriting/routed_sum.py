@@ -227,7 +227,7 @@ class RoutedSum:
         rows = ExpertBodyEmitter(self.emit, self.match, group, parts, weights, first)
         y = rows.emit_value(group.body)
         if y.kind != "row":
-            raise _explain_constant(group)
+            raise _explain_constant(group, str(self.match.forms[0].cut.meta["source"]))
         out = self.emit.call(ops.combine.default, (y.node, None, parts[0], parts[2], parts[3]))
         out.meta["letters"] = ("S", "D")
         return out
@@ -260,10 +260,11 @@ def _value_shape(body: Body, i: int) -> tuple[int, ...]:
     return next(b.shape for b in walk_body(body) if b.op == "value" and b.args[0] == i)
 
 
-def _explain_constant(group: ProvenGroup) -> Refused:
+def _explain_constant(group: ProvenGroup, source: str) -> Refused:
     if group.body.op == "const" and math.isnan(group.body.args[0]):
         return Refused(
             f"tokens with the number {group.ids[0]}, which is no expert's, keep memory that was never written, or NaN",
+            source=source,
             remedy="start from torch.zeros_like(x) instead of torch.empty_like(x)",
         )
-    return Refused("the result of the experts does not depend on the token")
+    return Refused("the result of the experts does not depend on the token", source=source)
