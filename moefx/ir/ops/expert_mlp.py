@@ -351,6 +351,7 @@ def _gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
 
         ctx.delayed = DelayedGradients(range(5, len(ctx.needs)), compute_delayed)
         return gradients
+    assert later is not None
     later.compute_matrices = compute_matrices  # pyright: ignore[reportAttributeAccessIssue]
     return [*gradients[:9], up[0].new_empty(0)]
 
