@@ -100,15 +100,17 @@ def decide(
         choices = _drop_replica_axes(choices)
     models = {stage: facts.model for stage, facts in stages.items() if isinstance(facts.model, Architecture)}
     choices = _drop_uneven(choices, models.values())
-    use, tried = choices[0], {}
+    use, candidates = choices[0], {}
     for zero in (0, 1, 2, 3) if wanted.zero is None else (wanted.zero,):
-        tried = {stage: _estimate_candidates(choices, model, stages[stage], zero) for stage, model in models.items()}
-        use = min(choices, key=lambda use: _rank_slowest_stage(use, tried))
-        if not any(_rank_slowest_stage(use, tried)[:1]) or use.tp * use.dp == 1:
+        candidates = {
+            stage: _estimate_candidates(choices, model, stages[stage], zero) for stage, model in models.items()
+        }
+        use = min(choices, key=lambda use: _rank_slowest_stage(use, candidates))
+        if not any(_rank_slowest_stage(use, candidates)[:1]) or use.tp * use.dp == 1:
             break
-    here_tried = sorted(tried.get(own_stage.stage, []), key=lambda t: t.rank)
-    first = next((t for t in here_tried if t.use == use), None)
-    shown = (first, *(t for t in here_tried if t is not first)) if first else ()
+    own = sorted(candidates.get(own_stage.stage, []), key=lambda candidate: candidate.rank)
+    first = next((candidate for candidate in own if candidate.use == use), None)
+    shown = (first, *(candidate for candidate in own if candidate is not first)) if first else ()
     warning = _format_shortage_warning(first, own_stage) if first and first.lacking > 0 else ""
     return Decision(_build_plan(use, shown, own_stage), own_stage, shown, warning)
 
@@ -137,17 +139,16 @@ def _check_agreement(facts_by_rank: Mapping[int, Facts | str]) -> dict[int, Fact
 
 def _list_agreement_fields(facts: Facts) -> dict[str, str]:
     fields = {f"Plan({name}=...)": repr(value) for name, value in dataclasses.asdict(facts.user_plan).items()}
-    return fields | {f"their platform (set by {PLATFORM_VARIABLE})": facts.here.platform.name}
+    return fields | {f"their platform (set by {PLATFORM_VARIABLE})": facts.local.platform.name}
 
 
 def _merge_by_stage(all_facts: list[Facts]) -> dict[int, Facts]:
     """Return the facts of each stage, with the most tokens and the least memory of any rank."""
     most = max(all_facts, key=lambda facts: (facts.sequences * facts.tokens, facts.tokens))
-    least = min(facts.here.platform.memory_bytes for facts in all_facts)
-    here = dataclasses.replace(
-        all_facts[0].here, platform=dataclasses.replace(all_facts[0].here.platform, memory_bytes=least)
-    )
-    alike = dict(sequences=most.sequences, tokens=most.tokens, source=most.source, here=here)
+    least = min(facts.local.platform.memory_bytes for facts in all_facts)
+    local = all_facts[0].local
+    local = dataclasses.replace(local, platform=dataclasses.replace(local.platform, memory_bytes=least))
+    alike = dict(sequences=most.sequences, tokens=most.tokens, source=most.source, local=local)
     return {facts.stage: dataclasses.replace(facts, **alike) for facts in reversed(all_facts)}
 
 
@@ -183,7 +184,7 @@ def _drop_uneven(choices: list[AxisUse], models: Iterable[Architecture]) -> list
 
 def _estimate_candidates(choices: list[AxisUse], model: Architecture, facts: Facts, zero: int) -> list[Candidate]:
     """Estimate every use and policy at one stage, with as many micro-batches in flight as under 1F1B."""
-    platform, wanted, candidates = facts.here.platform, facts.user_plan, []
+    platform, wanted, candidates = facts.local.platform, facts.user_plan, []
     for use in choices:
         first = use.experts_first(platform)
         for kept in _POLICIES if wanted.checkpoint == "auto" else (wanted.checkpoint,):
@@ -197,13 +198,14 @@ def _estimate_candidates(choices: list[AxisUse], model: Architecture, facts: Fac
     return candidates
 
 
-def _rank_slowest_stage(use: AxisUse, tried: Mapping[int, list[Candidate]]) -> tuple[float, ...]:
+def _rank_slowest_stage(use: AxisUse, candidates: Mapping[int, list[Candidate]]) -> tuple[float, ...]:
     """Return the rank of a use: its best candidate on each stage, and the slowest stage's one."""
-    return max((min(t.rank for t in candidates if t.use == use) for candidates in tried.values()), default=(0.0,))
+    best = (min(candidate.rank for candidate in of_stage if candidate.use == use) for of_stage in candidates.values())
+    return max(best, default=(0.0,))
 
 
-def _build_plan(use: AxisUse, tried: Sequence[Candidate], facts: Facts) -> Plan:
-    first = next(iter(tried), None)
+def _build_plan(use: AxisUse, candidates: Sequence[Candidate], facts: Facts) -> Plan:
+    first = next(iter(candidates), None)
     axes: Any = use.expert_axis if len(use.expert_axis) > 1 else next(iter(use.expert_axis), None)
     # These fields told the planner what to assume; they have no effect now.
     changes: dict[str, Any] = dict(tokens=facts.sequences * facts.tokens, memory=None, zero=None)
@@ -222,7 +224,7 @@ def _has_room_to_gather(chosen: Candidate, facts: Facts) -> bool:
     Over several levels `compile` does not choose it: True.
     """
     assert isinstance(facts.model, Architecture)
-    layout, platform = chosen.entry.layout, facts.here.platform
+    layout, platform = chosen.entry.layout, facts.local.platform
     if len(platform.levels(layout.ep, 1 if chosen.entry.experts_first else layout.expert_replicas)[0]) > 1:
         return True
     return (
@@ -233,7 +235,7 @@ def _has_room_to_gather(chosen: Candidate, facts: Facts) -> bool:
 
 def _format_shortage_warning(least: Candidate, facts: Facts) -> str:
     assert isinstance(facts.model, Architecture)
-    layout, platform, memory = least.entry.layout, facts.here.platform, least.entry.memory
+    layout, platform, memory = least.entry.layout, facts.local.platform, least.entry.memory
     most = max(STATES, key=memory.__getitem__)
     again = evaluate_memory(facts.model, dataclasses.replace(layout, recompute=True), platform)["M_gpu"]
     remedy = (

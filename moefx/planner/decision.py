@@ -25,7 +25,7 @@ class Facts:
         sequences: sequences of a micro-batch on this rank.
         tokens: tokens of a sequence.
         source: the origin of these two numbers, for readers.
-        here: the platform.
+        local: the platform of the ranks.
         stage, stages: this stage of the pipeline, and the number of stages.
     """
 
@@ -34,7 +34,7 @@ class Facts:
     sequences: int
     tokens: int
     source: str
-    here: LocalPlatform
+    local: LocalPlatform
     stage: int = 0
     stages: int = 1
 
@@ -79,13 +79,13 @@ class Decision:
     Attributes:
         plan: the plan without open fields. Only the dispatch may be open, which `compile` measures.
         facts: the facts of this rank's stage.
-        tried: the candidates of this stage: the chosen one, then those that fit (fastest first), then the others.
+        candidates: those of this stage: the chosen one, then those that fit (fastest first), then the others.
         warning: "" if all is well.
     """
 
     plan: Plan
     facts: Facts
-    tried: tuple[Candidate, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
     warning: str = ""
 
     @property
@@ -97,31 +97,33 @@ class Decision:
     def to_dict(self) -> dict[str, Any]:
         """Return the decision as values that JSON can hold."""
         return {
-            "plan": dataclasses.asdict(self.plan), "taken": self.decided, "warning": self.warning,
-            "platform": self.facts.here.platform.name, "why": self.facts.here.why,
-            "tried": [
-                {"what": str(t), "bytes": t.entry.memory["M_gpu"], "lacking": max(t.lacking, 0.0),
+            "plan": dataclasses.asdict(self.plan), "decided": self.decided, "warning": self.warning,
+            "platform": self.facts.local.platform.name, "why": self.facts.local.why,
+            "candidates": [
+                {"layout": str(t), "bytes": t.entry.memory["M_gpu"], "lacking": max(t.lacking, 0.0),
                  "seconds": t.seconds, "zero": t.entry.layout.zero}
-                for t in self.tried
+                for t in self.candidates
             ],
         }  # fmt: skip
 
     def __str__(self) -> str:
-        facts, here = self.facts, self.facts.here
+        facts, local = self.facts, self.facts.local
         lines = [f"planned     {', '.join(f'{name}={value!r}' for name, value in self.decided.items()) or 'as given'}"]
-        if self.tried:
-            zero = self.tried[0].entry.layout.zero
+        if self.candidates:
+            zero = self.candidates[0].entry.layout.zero
             spread = f"ZeRO-{zero}" + (", which is yours to do (fully_shard)" if zero else "")
-            shared = self.tried[0].use.shared
+            shared = self.candidates[0].use.shared
             alike = f", the same along {shared!r}" if shared else ""
             lines.append(f"  tokens    {facts.tokens_text}, {facts.source}{alike}")
             lines.append(f"  states    16 bytes a parameter, Adam in mixed precision, {spread}")
             planned = " as planned" if facts.user_plan.memory else ""
-            lines.append(f"  memory    {amount(here.platform.memory_bytes, 'B')} a rank{planned}")
-            lines.append(f"  platform  {here.platform.name}, {here.why}")
-        for head, candidate in zip(("chosen", "others", *[""] * len(self.tried)), self.tried[:_SHOWN], strict=False):
-            times = f"{candidate.seconds / self.tried[0].seconds:.2f} times as long"
-            shown = amount(candidate.seconds, "s") if here.is_known else times
+            lines.append(f"  memory    {amount(local.platform.memory_bytes, 'B')} a rank{planned}")
+            lines.append(f"  platform  {local.platform.name}, {local.why}")
+        for head, candidate in zip(
+            ("chosen", "others", *[""] * len(self.candidates)), self.candidates[:_SHOWN], strict=False
+        ):
+            times = f"{candidate.seconds / self.candidates[0].seconds:.2f} times as long"
+            shown = amount(candidate.seconds, "s") if local.is_known else times
             short = f", {amount(candidate.lacking, 'B')} too much" if candidate.lacking > 0 else ""
             lines.append(f"  {head:<10}{candidate}: {amount(candidate.entry.memory['M_gpu'], 'B')}{short}, {shown}")
         return "\n".join([*lines, *([f"  warning   {self.warning}"] if self.warning else [])])

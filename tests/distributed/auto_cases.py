@@ -103,8 +103,8 @@ def case_memory_limits_decide_the_checkpoint_policy() -> None:
     """Pick the fastest layout that fits. If the axes are fixed, the checkpoint policy is still decided."""
     mesh, model = make_mesh(dp=2, ep=2), Model("gated", layers=1)
     asked = AUTO.replace(zero=0)
-    tried = moefx.explain(compile_planned(model, mesh, asked)).planned.tried
-    needed = {t.entry.layout.kept: t.entry.memory["M_gpu"] for t in tried}
+    candidates = moefx.explain(compile_planned(model, mesh, asked)).planned.candidates
+    needed = {t.entry.layout.kept: t.entry.memory["M_gpu"] for t in candidates}
     assert needed["x"] < needed["h"]
     for memory, kept in ((needed["h"], "h"), (needed["h"] - 1, "x"), (needed["x"], "x")):
         for plan in (asked.replace(memory=memory), asked.replace(memory=memory, expert_axis="ep")):
@@ -132,7 +132,7 @@ def case_stages_decide_their_checkpoint_policies() -> None:
     stage = mesh["pp"].get_local_rank()
     asked = AUTO.replace(zero=0)
     half = Half(copy.deepcopy(model), stage)
-    (h, _) = moefx.explain(compile_planned(half, mesh, asked)).planned.tried
+    (h, _) = moefx.explain(compile_planned(half, mesh, asked)).planned.candidates
     needed: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(needed, h.entry.memory["M_gpu"])
     assert needed[0] == needed[1] > needed[2] == needed[3]

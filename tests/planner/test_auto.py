@@ -115,15 +115,15 @@ def told(asked: Plan = AUTO, model=MODEL, memory: float = 139e9, tokens: int = 4
 def test_the_fastest_layout_that_fits_is_chosen(sizes, memory, tokens, zero):
     mesh = mesh_of(**sizes)
     found = decide({0: told(AUTO.replace(zero=zero), memory=memory, tokens=tokens)}, 0, mesh)
-    first, *others = found.tried
-    fits = [t for t in found.tried if t.entry.memory["M_gpu"] <= memory]
+    first, *others = found.candidates
+    fits = [t for t in found.candidates if t.entry.memory["M_gpu"] <= memory]
     assert bool(found.warning) == (not fits)
     assert first.entry.seconds == min(t.entry.seconds for t in fits or [first])
-    assert first.lacking == min(t.lacking for t in found.tried) if not fits else first in fits
+    assert first.lacking == min(t.lacking for t in found.candidates) if not fits else first in fits
     assert len(others) == 2 * len(list_axis_uses(mesh, AUTO)) - 1
     more = decide({0: told(AUTO.replace(zero=zero), memory=2 * memory, tokens=tokens)}, 0, mesh)
-    if fits and more.tried[0].entry.layout.zero == first.entry.layout.zero:
-        assert more.tried[0].entry.seconds <= first.entry.seconds
+    if fits and more.candidates[0].entry.layout.zero == first.entry.layout.zero:
+        assert more.candidates[0].entry.seconds <= first.entry.seconds
     assert not found.plan.is_undecided and found.plan.tokens == tokens
 
 
@@ -132,10 +132,10 @@ def test_experts_are_distributed_no_further_than_needed():
     mesh, zeros = mesh_of(dp=4, ep=2), []
     for memory in (100e9, 60e9, 30e9, 20e9):
         found = decide({0: told(memory=memory)}, 0, mesh)
-        zeros.append(found.tried[0].entry.layout.zero)
+        zeros.append(found.candidates[0].entry.layout.zero)
         assert f"mixed precision, ZeRO-{zeros[-1]}" in str(found) and ("yours to do" in str(found)) == (zeros[-1] > 0)
     assert zeros == sorted(zeros) and zeros[0] == 0 and len(set(zeros)) > 2
-    assert decide({0: told(AUTO.replace(zero=3), memory=100e9)}, 0, mesh).tried[0].entry.layout.zero == 3
+    assert decide({0: told(AUTO.replace(zero=3), memory=100e9)}, 0, mesh).candidates[0].entry.layout.zero == 3
 
 
 def test_ranks_decide_by_the_most_tokens_and_the_least_memory():
@@ -144,7 +144,7 @@ def test_ranks_decide_by_the_most_tokens_and_the_least_memory():
     facts = {0: told(), 1: told(tokens=8192), 2: told(memory=50e9), 3: told()}
     found = [decide(facts, rank, mesh) for rank in facts]
     assert len({str(each) for each in found}) == 1 and found[0].plan.tokens == 8192
-    assert found[0].facts.here.platform.memory_bytes == 50e9
+    assert found[0].facts.local.platform.memory_bytes == 50e9
     with pytest.raises(InvalidPlan, match=r"do not agree on Plan\(zero=\.\.\.\): rank 0 None, rank 2 3"):
         decide(facts | {2: told(AUTO.replace(zero=3))}, 0, mesh)
     with pytest.raises(InvalidPlan, match="rank 3 of the mesh failed before the decision: CaptureError: no"):
@@ -157,9 +157,9 @@ def test_stages_share_axes_and_choose_their_own_policy():
     asked = AUTO.replace(zero=0)
     facts = {rank: told(asked, stage=rank // 8, stages=2) for rank in range(16)}
     first, last = (decide(facts, rank, mesh) for rank in (0, 15))
-    needed = first.tried[0].entry.memory["M_gpu"]
-    assert first.tried[0].entry.layout.kept == "h" and needed > last.tried[0].entry.memory["M_gpu"]
-    assert first.tried[0].seconds == pytest.approx(last.tried[0].seconds)  # of one micro-batch each
+    needed = first.candidates[0].entry.memory["M_gpu"]
+    assert first.candidates[0].entry.layout.kept == "h" and needed > last.candidates[0].entry.memory["M_gpu"]
+    assert first.candidates[0].seconds == pytest.approx(last.candidates[0].seconds)  # of one micro-batch each
     facts = {rank: told(asked, stage=rank // 8, stages=2, memory=needed - 1) for rank in range(16)}
     first, last = (decide(facts, rank, mesh).plan for rank in (0, 15))
     assert (first.checkpoint, last.checkpoint) == ("x", "h") and first.expert_axis == last.expert_axis == ("ep", "tp")
@@ -171,19 +171,19 @@ def test_stages_share_axes_and_choose_their_own_policy():
 def test_rows_travel_as_planned():
     asked = AUTO.replace(dispatch="flat")
     flat = decide({0: told(asked)}, 0, mesh_of(ep=8))
-    assert {t.entry.layout.dispatch for t in flat.tried} == {"flat"} and flat.plan.dispatch == "flat"
-    assert flat.tried[0].entry.seconds > decide({0: told()}, 0, mesh_of(ep=8)).tried[0].entry.seconds
+    assert {t.entry.layout.dispatch for t in flat.candidates} == {"flat"} and flat.plan.dispatch == "flat"
+    assert flat.candidates[0].entry.seconds > decide({0: told()}, 0, mesh_of(ep=8)).candidates[0].entry.seconds
 
 
 def test_gather_is_left_open_if_it_fits():
     """`compile` may choose "gather", whose buffers have room for the tokens of all ranks."""
     asked, mesh = Plan(checkpoint="auto", zero=0, dispatch="gather"), mesh_of(ep=4)
-    (gather, _) = decide({0: told(asked)}, 0, mesh).tried
+    (gather, _) = decide({0: told(asked)}, 0, mesh).candidates
     assert gather.entry.layout.dispatch == "gather" and gather.entry.layout.kept == "h"
     needed = gather.entry.memory["M_gpu"]
     for memory, dispatch in ((needed, "auto"), (needed - 1, "dedup")):
         found = decide({0: told(asked.replace(dispatch="auto"), memory=memory)}, 0, mesh)
-        assert found.tried[0].entry.layout.kept == "h" and found.plan.dispatch == dispatch
+        assert found.candidates[0].entry.layout.kept == "h" and found.plan.dispatch == dispatch
         assert ("dispatch='dedup'" in str(found)) == (dispatch == "dedup")
 
 
@@ -207,7 +207,7 @@ def test_on_one_device_the_checkpoint_policy_is_decided(device):
     example = (torch.zeros(4, 32, dtype=torch.int64, device=device),)
     asked = Plan(checkpoint="auto", validation="symbolic")
     found = moefx.explain(model, plan=asked, example_inputs=example).planned
-    (h, x) = [t.entry.memory["M_gpu"] for t in found.tried]
+    (h, x) = [t.entry.memory["M_gpu"] for t in found.candidates]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for memory, kept in ((1e12, "h"), (h, "h"), (h - 1, "x"), (x, "x")):
@@ -223,7 +223,7 @@ def test_on_one_device_the_checkpoint_policy_is_decided(device):
 
 def test_later_specializations_keep_the_decision():
     model, x = Loop(Gated), torch.randn(64, D)
-    h, _ = moefx.explain(model, plan=AUTO, example_inputs=(x,)).planned.tried
+    h, _ = moefx.explain(model, plan=AUTO, example_inputs=(x,)).planned.candidates
     plan = AUTO.replace(memory=h.entry.memory["M_gpu"] - 1)
     compiled = moefx.compile(copy.deepcopy(model), plan=plan, example_inputs=(x,)).double()
     torch.testing.assert_close(compiled(x.double()), model.double()(x.double()))
@@ -242,7 +242,7 @@ def test_tokens_come_from_the_plan_or_the_example():
     ):
         found = moefx.explain(model, plan=plan, example_inputs=example).planned
         assert (found.plan.tokens, found.facts.sequences) == (tokens, sequences)
-        assert found.tried[0].entry.memory["A_router"] == 4 * tokens * E
+        assert found.candidates[0].entry.memory["A_router"] == 4 * tokens * E
 
 
 def test_the_platform_of_the_environment(monkeypatch, tmp_path):
@@ -281,7 +281,7 @@ def test_the_decision_is_explained_and_written_as_json(monkeypatch):
     assert str(explained.planned) == str(moefx.explain(model, plan=AUTO, example_inputs=IDS).planned)
     said = json.loads(explained.to_json())["planned"]
     assert Plan.from_json(json.dumps(said["plan"])) == explained.planned.plan and said["platform"] == "h200"
-    assert [t["what"] for t in said["tried"]] == ["one device, keep 'h'", "one device, keep 'x'"]
+    assert [t["layout"] for t in said["candidates"]] == ["one device, keep 'h'", "one device, keep 'x'"]
     assert moefx.explain(copy.deepcopy(compiled)).planned == explained.planned
     assert moefx.explain(moefx.compile(model, plan=Plan(validation="symbolic"), example_inputs=IDS)).planned is None
 

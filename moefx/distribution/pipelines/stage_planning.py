@@ -92,8 +92,8 @@ def choose_counts(reading: ModelReading, plan: Plan, mesh: DeviceMesh, num_stage
     try:
         facts, model = reading.require_facts()
         layout, experts_first = _find_layout(facts, model, plan, mesh)
-        counts = cut_reading(reading, layout, facts.here.platform, experts_first, num_stages)
-        basis = f"equal predicted times, by the figures of {facts.here.figures}"
+        counts = cut_reading(reading, layout, facts.local.platform, experts_first, num_stages)
+        basis = f"equal predicted times, by the figures of {facts.local.figures}"
     except MoefxError as error:
         basis = f"equal numbers of layers, because no times can be predicted: {str(error).splitlines()[0]}"
     return min(gather_by_rank(mesh, (counts, basis)).items())[1]
@@ -118,7 +118,7 @@ def cut_reading(
 
 def _find_layout(facts: Facts, model: Architecture, plan: Plan, mesh: DeviceMesh) -> tuple[Layout, bool]:
     """Return the layout of a stage on a mesh, and whether the ranks of an expert axis are neighbours."""
-    use, platform = _find_first_use(plan, mesh), facts.here.platform
+    use, platform = _find_first_use(plan, mesh), facts.local.platform
     layout = use.layout(kept="x" if plan.checkpoint == "x" else "h", sequences=facts.sequences, tokens=facts.tokens)
     first = use.experts_first(platform)
     return dataclasses.replace(
