@@ -29,6 +29,7 @@ from ..facts.graph_nodes import depends_on_routing, fold_ancestors, follows_from
 from ..facts.integer_ranges import NARROW, UNBOUNDED, IntegerRanges, find_token_sizes
 from ..facts.op_classes import AXIS_MOVES, NOT_COUNT_PRESERVING, ORDERED, RESHAPED_COPIES, TWO_SIDED
 from ..lift.canonical_form import CanonicalForm
+from ..lift.lift_refusals import NothingRouted
 from .load_statistics import has_loads
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def _overflow_every_expert(state: ProofView) -> None:
     expert only (`(rank >= 16) & (chosen == 3)`).
 
     Raises:
-        Refused: the form differs, or there is none.
+        Refused: the form differs, or there is none although some slots are kept.
     """
     by_site = _group_by_site(_find_limits_by_capture(state)).values()
     limits = {limit for limits in by_site if None in limits for limit in limits if limit}
@@ -131,6 +132,8 @@ def _overflow_every_expert(state: ProofView) -> None:
         return
     try:
         form = state.capture_and_lift(Routing("even"), sizes)
+    except NothingRouted:  # each expert drops all of its slots: the limit holds for each
+        return
     except Exception as error:
         if not is_program_error(error):
             raise

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+import moefx
 from moefx.matching.probes import unreached_limits
 
+from ... import blocks
 from ..test_proof_state import lift, new_state
 
 
@@ -38,3 +41,29 @@ def test_a_crowd_that_cannot_be_captured_leaves_a_guard(monkeypatch):
     state.evidence.add(lift(state))
     unreached_limits.overflow_limits(state)
     assert [str(guard) for guard in state.guards] == ["S*2 <= 64"] and len(state.evidence.forms) == 1
+
+
+def keep_uncrowded(block, x):
+    w, ids = block.route(x)
+    kept = (torch.bincount(ids.flatten(), minlength=blocks.E) <= 20)[ids]
+    return block.mixed(x, w * kept, ids), kept
+
+
+def mix_uncrowded(block, x):
+    return keep_uncrowded(block, x)[0]
+
+
+def return_rows_if_all_are_crowded(block, x):
+    out, kept = keep_uncrowded(block, x)
+    return torch.where(kept.any(), out, x)
+
+
+@pytest.mark.parametrize("forward", [mix_uncrowded, return_rows_if_all_are_crowded])
+def test_a_limit_that_all_experts_exceed_drops_everything(forward):
+    torch.manual_seed(0)
+    model = blocks.Block(forward).double()
+    compiled = moefx.compile(model, example_inputs=(torch.randn(12, blocks.D).double(),))
+    for tokens in (5, 60, 400):
+        x = torch.randn(tokens, blocks.D).double()
+        torch.testing.assert_close(compiled(x), model(x))
+    assert moefx.blocks(compiled)[0].fallbacks == 0
