@@ -85,8 +85,8 @@ def parallelize(
     for layer in _list_layers(root):
         shard_others(layer, reshard_after_forward=reshard_after_forward)
     shard_others(root, reshard_after_forward=None if reshard_after_forward else False)  # None: torch's choice for roots
-    # FSDP averages over the ranks that reduce an expert's gradient. The rest of the mean are the ranks of the expert
-    # axis, over which it is summed already. `set_gradient_divide_factor` divides twice on a shard axis of one rank.
+    # FSDP averages over the ranks that reduce an expert's gradient. Divide by the ranks of the expert axis here: the
+    # gradient is summed over them already. `set_gradient_divide_factor` divides twice on a shard axis of one rank.
     left = of_experts.divisor // math.prod(mesh[name].size() for name in of_experts.axes)
     for name, parameters in experts.items():
         block: Any = root.get_submodule(name)

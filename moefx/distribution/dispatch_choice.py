@@ -92,7 +92,7 @@ def is_gather_open(axis: ExpertAxis, plan: Plan) -> bool:
 
 
 def _count_planned_tokens(axis: ExpertAxis, plan: Plan) -> int:
-    """Number of tokens that a rank sends, 0 if the plan does not say. One of the ranks that share a token sends it."""
+    """Return the tokens that a rank sends, 0 if the plan does not say. Of ranks that share a token, one sends it."""
     parts = axis.mesh[plan.sequence_axis].size() if plan.sequence_axis else 1
     return -(-(plan.tokens or 0) // parts)
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from .spread_training import reshard
 
-# By the names of parameters: another mesh, or another release of transformers, forms other groups of parameters.
+# Key the state by parameter name: another mesh, or another release of transformers, groups parameters differently.
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 _Optimizers = Sequence[torch.optim.Optimizer]
 
@@ -55,10 +55,18 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
 
 def _save(state: dict[str, Any], folder: str | os.PathLike[str]) -> None:
+    """Save into a new folder, then put it in the place of an older one: a run that is killed meanwhile keeps that."""
+    new = f"{os.fspath(folder)}.new"
     if dist.get_rank() == 0:
-        shutil.rmtree(folder, ignore_errors=True)  # of an earlier run, with files of other ranks
+        shutil.rmtree(new, ignore_errors=True)
     dist.barrier()
-    state_dict_saver.save(state, checkpoint_id=folder)
+    state_dict_saver.save(state, checkpoint_id=new)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        if os.path.isdir(folder):
+            shutil.rmtree(folder)
+        os.replace(new, folder)
+    dist.barrier()
 
 
 def _collect_optimizers(model: nn.Module, optimizers: _Optimizers) -> dict[str, Any]:

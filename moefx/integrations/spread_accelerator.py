@@ -143,7 +143,7 @@ class SpreadAccelerator(Accelerator):
         if not spread:
             yield [], [], []
             return
-        if len(self._models) > 1:
+        if len({id(model) for model in self._models}) > 1:  # a model may be prepared again, for evaluation
             raise InvalidInput(
                 f"save_state and load_state take one model if it is spread over ranks, and {len(self._models)} are "
                 "prepared: save the others yourself, or use an accelerator of their own"

@@ -29,7 +29,7 @@ def get_spread_mesh(spread: nn.Module) -> SpreadMesh:
 
 
 def check_is_whole(model: nn.Module, spread: nn.Module) -> None:
-    """Raises: InvalidInput: the spread model is a part of the model that is trained, or a stage of a pipeline."""
+    """Refuse a spread model that is only a part of the trained model, or a stage of a pipeline (`InvalidInput`)."""
     if STAGED in vars(model):
         raise InvalidInput(NO_PIPELINE)
     if getattr(model, "_orig_mod", model) is not spread:
@@ -68,7 +68,7 @@ def check_trainable(model: nn.Module, num_processes: int, precision: str) -> Non
     ranks = mesh.reductions["others"].divisor
     if ranks != num_processes:
         raise InvalidInput(
-            f"{name} is spread over ranks of which {ranks} have tokens of their own, and accelerate gives each of "
+            f"{ranks} ranks of {name} have tokens of their own, and accelerate gives each of "
             f"{num_processes} processes a batch of its own. Use a mesh over all processes without a sequence axis, a "
             "'pp' axis, or a 'tp' axis beside the expert axis; or write the loop yourself (docs/how_to/"
             "expert_parallel_training.md)"
@@ -81,7 +81,7 @@ def check_trainable(model: nn.Module, num_processes: int, precision: str) -> Non
 
 
 def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], models: Sequence[nn.Module]) -> None:
-    """Raises: InvalidInput: an optimizer has parameters that `parallelize` has replaced, or that FSDP has gathered."""
+    """Refuse (`InvalidInput`) optimizers with parameters that `parallelize` has replaced, or that FSDP has gathered."""
     spread = [model for model in models if find_spread_model(model) is not None]
     known = {id(parameter) for model in models for parameter in model.parameters()}
     for optimizer in optimizers:

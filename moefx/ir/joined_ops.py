@@ -244,6 +244,8 @@ def _choose_needs(ctx: Any, wiring: Wiring, grads: tuple[Any, ...]) -> bool:
     """
     needs = find_needs(ctx, ctx.are_tensors)
     if needs is ctx.needs_input_grad:
+        for call in ctx.calls:
+            call.needs, call.needs_later = call.needs_ever, (False,) * len(call.needs_ever)
         return False
     are_needed = [*needs[1:], *[False] * (wiring.num_values - wiring.num_inputs)]
     delayed: set[int] = set()

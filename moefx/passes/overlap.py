@@ -77,6 +77,7 @@ def _find_first_wait(rows: fx.Node) -> fx.Node | None:
 
 
 def _schedule(nodes: list[fx.Node]) -> list[fx.Node]:
+    """Order nodes: inputs, then the starts with their dependencies, then the rest. Waits come as late as possible."""
     needed = _find_dependencies(nodes)
     order: dict[fx.Node, int] = {}  # node -> position
     inputs = [node for node in nodes if node.op == "placeholder"]

@@ -245,8 +245,8 @@ def _format_shortage_warning(least: Candidate, facts: Facts) -> str:
     )
     return (
         f"nothing fits {amount(platform.memory_bytes, 'B')} a rank with {facts.tokens_text}. The choice is the "
-        f"layout that lacks least, {least}: {amount(memory['M_gpu'], 'B')}. The largest part {most} is "
-        f"{amount(memory[most], 'B')}. {remedy}"
+        f"layout that needs the least additional memory, {least}: {amount(memory['M_gpu'], 'B')}. The largest part "
+        f"{most} is {amount(memory[most], 'B')}. {remedy}"
     )
 
 

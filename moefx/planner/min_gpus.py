@@ -43,7 +43,7 @@ class MinGpus:
         lacks, least = "no layout divides", self.nearest
         if least is not None:
             term = f"{TERMS[least.term]} ({least.term})"
-            lacks = f"{least.label} lacks least, {amount(least.lacking, 'B')}, most of it {term}"
+            lacks = f"{least.label} comes nearest and needs {amount(least.lacking, 'B')} more, most of it {term}"
         return f"Doubling the GPUs, nothing fits up to {self.num_ranks}, and {limit}. On {self.num_ranks}, {lacks}."
 
 

@@ -53,7 +53,7 @@ def list_stage_ops(schedule: Schedule, stages: int, stage: int, microbatches: in
 
 
 def _alternate(forwards: list[Op], backwards: list[Op], first: int) -> list[Op]:
-    """Yield `first` forwards, then a backward and a forward in turns, then the remaining backwards."""
+    """Return `first` forwards, then a backward and a forward in turns, then the remaining backwards."""
     ops = forwards[:first]
     for i, backward in enumerate(backwards):
         ops += [backward, *forwards[first + i : first + i + 1]]

@@ -21,7 +21,7 @@ _DISTANCES = (8, 14, 22)  # points
 def place_labels(
     axes: Axes, named: Sequence[tuple[tuple[float, float], str, str]], lines: Sequence[Any] = (), **style: Any
 ) -> list[Annotation]:
-    """Write a name beside each point, where it covers no point, no earlier name, and as little of `lines` as possible.
+    """Write a name beside each point. Cover no point, no earlier name, and as little of `lines` as possible.
 
     Args:
         named: (position, name, font weight) of each point, the most important ones first.

@@ -185,7 +185,7 @@ class Ranking:
         if self.model.note:
             lines += [f"{self.model.name}: {self.model.note}."]
         if not self.platform.is_measured:
-            lines += [f"Nobody measured {self.platform.name}: with data sheets, steps are too short and MFUs too high."]
+            lines += [f"{self.platform.name} has data-sheet figures only: real steps take longer, real MFUs are lower."]
         if not self.entries and (fewest := self.fewest()):
             lines += ["", str(fewest)]
         lines += ["", "rejected"] + [f"  {sizes}: {why}" for sizes, why in self.reasons()]
@@ -207,7 +207,7 @@ class Ranking:
                 lines.append((nearest.label, nearest.why))
                 continue
             why = f"do not fit, most of it is {TERMS[term]} ({term})"
-            lacking = f"{nearest.label} lacks least, {amount(nearest.lacking, 'B')}"
+            lacking = f"{nearest.label} comes nearest and needs {amount(nearest.lacking, 'B')} more"
             lines.append((f"{len(group)} sizes of PP, TP and EP", f"{why}; {lacking}"))
         return lines
 
@@ -224,7 +224,7 @@ class Ranking:
         has_more = not 0 < there < 2 * self.num_ranks
         how = "print(ranking.fewest()) says how many would do" if has_more else f"the platform has at most {there}"
         return (
-            f"{head} ({amount(self.platform.memory_bytes, 'B')} each). {nearest.label} lacks least: "
+            f"{head} ({amount(self.platform.memory_bytes, 'B')} each). {nearest.label} comes nearest: it "
             f"{amount(nearest.lacking, 'B')}, most of what it needs is {term}. Take {remedy} ({how}); "
             "print(ranking) has the reasons"
         )

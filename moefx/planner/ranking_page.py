@@ -80,10 +80,10 @@ def _render_heading(ranking: Ranking) -> str:
         best = ranking[0]
         text += f" The fastest takes {amount(best.seconds, 's')} a step, an MFU of {best.mfu:.1%}: {best.words}."
         if not platform.is_measured:
-            text += " Nobody measured this platform: with data sheets, steps are too short and MFUs too high."
+            text += " This platform has data-sheet figures only: real steps take longer, real MFUs are lower."
     else:
         least = ranking.nearest
-        text += f" The one that lacks least, {least.label}, {least.why}." if least else ""
+        text += f" The one that comes nearest, {least.label}, {least.why}." if least else ""
         text += f" {min_gpus}" if (min_gpus := ranking.fewest()) else ""
         text += f" {SIZES}"
     total, active = (model.parameters(experts) / 1e9 for experts in (None, model.top_k))

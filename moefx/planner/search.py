@@ -99,7 +99,8 @@ def find_first_fit(ranking: Ranking, num_ranks: int) -> Entry | Rejected | None:
     """Repeat a ranking's search with another number of ranks, until a layout fits.
 
     Returns:
-        The first layout that fits; if none does, the one that lacks least; None if no layout divides the ranks.
+        The first layout that fits; if none does, the one that needs the least additional memory; None if no layout
+        divides the ranks.
     """
     shortages = _Shortages()
     for entry in _list_entries(ranking.model, ranking.platform, num_ranks, ranking.request, _Reasons(), shortages):
@@ -230,7 +231,7 @@ def _build_entry(
 
 
 def _compute_axis_span(layout: Layout, experts_first: bool) -> int:
-    """Number of ranks from the first to the last rank of an expert axis."""
+    """Return the number of ranks from the first to the last rank of an expert axis."""
     return layout.ep if experts_first else (layout.ep - 1) * layout.expert_replicas + 1
 
 

@@ -94,7 +94,7 @@ class BlockForward:
         if entry is not None:
             if torch.compiler.is_compiling():
                 return self._run(entry, leaves)
-            running.block = self.name
+            outer, running.block = running.block, self.name
             try:
                 return self._run(entry, leaves)
             except (TypeError, RuntimeError, InvalidInput) as error:
@@ -110,15 +110,15 @@ class BlockForward:
                         "calls take the change into account: call again"
                     ) from error
             finally:
-                running.block = ""
+                running.block = outer
             return self(*args, **kwargs)  # try again without the failed program
         if self.expert_layout is not None:
             raise NotRewritten(
-                f"{self._shown_name} {self._refusal_text}. The original forward cannot run: this rank has only a part "
-                "of the experts"
+                f"{self._shown_name} {self._format_refusal(call, leaves)}. The original forward cannot run: this rank "
+                "has only a part of the experts"
             )
         if not torch.compiler.is_compiling():
-            self._warn_once()
+            self._warn_once(self._format_refusal(call, leaves))
         return self.run_original(*args, **kwargs)
 
     @property
@@ -131,16 +131,16 @@ class BlockForward:
     def _shown_name(self) -> str:
         return self.name or type(self.block).__name__
 
-    @property
-    def _refusal_text(self) -> str:
-        """The reason why no program took the last call."""
-        why = self.requests.find_last_reason() or self.counts.last_failed_guard or "no program admits the call"
+    def _format_refusal(self, call: Specialization, leaves: Leaves) -> str:
+        """Return the reason why no program takes a call."""
+        is_traced = torch.compiler.is_compiling()  # Dynamo cannot look the call up
+        reason = self.requests.find_last_reason() if is_traced else self.requests.find_reason(call, leaves)
+        why = reason or self.counts.last_failed_guard or "no program admits the call"
         why = " ".join(why.split())
         return f"is not rewritten for this kind of call: {why}"
 
-    def _warn_once(self) -> None:
+    def _warn_once(self, why: str) -> None:
         """Warn that calls run the original forward: once per reason, for a bounded number of reasons."""
-        why = self._refusal_text
         if why not in self._warned and len(self._warned) < MAX_SPECIALIZATIONS:
             self._warned.add(why)
             _log.warning(
@@ -209,7 +209,7 @@ class BlockForward:
     @property
     def refusals(self) -> dict[tuple[Specialization, tuple[str, ...]], str]:
         """The reasons why there are no programs for some kinds of calls, by call and blocking conditions."""
-        return self.requests.refusals
+        return {**self.requests.traced_refusals, **self.requests.refusals}
 
     def add(self, program: Program) -> None:
         """Add a program, to be tried after the existing ones."""

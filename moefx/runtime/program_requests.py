@@ -24,6 +24,7 @@ NOT_SPECIALIZED = "not specialized"
 Specialize = Callable[
     [nn.Module, Specialization, "tuple[Any, ...] | None", "Mapping[str, Any] | None"], "Program | None"
 ]
+_Request = tuple[Specialization, tuple[str, ...]]  # a kind of call, and the conditions that no program meets
 
 
 class ProgramRequests:
@@ -32,12 +33,14 @@ class ProgramRequests:
     Attributes:
         specialize: makes a program; None if there are no requests.
         refusals: the reasons of refused requests. "" if the request was accepted, and is not to be repeated.
+        traced_refusals: the reasons of those without values, from Dynamo. An eager call asks again.
         is_running: a thread is making a program.
     """
 
     def __init__(self, programs: BlockPrograms, specialize: Specialize | None):
         self.programs, self.specialize = programs, specialize
-        self.refusals: dict[tuple[Specialization, tuple[str, ...]], str] = {}
+        self.refusals: dict[_Request, str] = {}
+        self.traced_refusals: dict[_Request, str] = {}
         self.is_running = False
 
     def request(
@@ -59,34 +62,42 @@ class ProgramRequests:
         """
         if self.specialize is None or (self.is_running and holds_compile_lock()):  # capture may run this block
             return None
-        programs = self.programs
-        if self._is_settled((call, programs.find_blocking_conditions(call, leaves))):
+        programs, is_traced = self.programs, args is None
+        if self._is_settled((call, programs.find_blocking_conditions(call, leaves)), is_traced):
             return None
         with compile_lock():
             if args is not None and len(programs.entries) > known and (entry := programs.find(call, leaves)):
                 return entry  # another thread compiled it meanwhile
             request = call, programs.find_blocking_conditions(call, leaves)
-            if self._is_settled(request):
+            if self._is_settled(request, is_traced):
                 return None
             if leaves and not request[1] and programs.find_valid(call):
                 self.refusals[request] = NOT_SPECIALIZED  # another proof would fail at the same guard
                 return None
             program = self._make_program(call, args, kwargs)
             if isinstance(program, str):
-                self.refusals[request] = program
+                (self.traced_refusals if is_traced else self.refusals)[request] = program
                 return None
             if request[1]:  # do not ask again, even if the new program does not admit the call
                 self.refusals[request] = ""
             programs.add(program)
             return programs.find(call, leaves) if args is not None else None
 
-    def find_last_reason(self) -> str:
-        """Return the reason of the last refused request, or ""."""
-        return next(reversed([why for why in self.refusals.values() if why not in ("", NOT_SPECIALIZED)]), "")
+    def find_reason(self, call: Specialization, leaves: Leaves) -> str:
+        """Return the reason why a request for this call was refused, or ""."""
+        request = call, self.programs.find_blocking_conditions(call, leaves)
+        reasons = (self.refusals.get(request, ""), self.traced_refusals.get(request, ""))
+        return next((why for why in reasons if why not in ("", NOT_SPECIALIZED)), "")
 
-    def _is_settled(self, request: tuple[Specialization, tuple[str, ...]]) -> bool:
+    def find_last_reason(self) -> str:
+        """Return the reason of the last refused request of any call, or ""."""
+        reasons = [*self.refusals.values(), *self.traced_refusals.values()]
+        return next(reversed([why for why in reasons if why not in ("", NOT_SPECIALIZED)]), "")
+
+    def _is_settled(self, request: _Request, is_traced: bool) -> bool:
         """Return whether the request was refused before, or the block has reached its limit of specializations."""
-        return request in self.refusals or len(self.programs.entries) + len(self.refusals) >= MAX_SPECIALIZATIONS
+        is_refused = request in self.refusals or (is_traced and request in self.traced_refusals)
+        return is_refused or len(self.programs.entries) + len(self.refusals) >= MAX_SPECIALIZATIONS
 
     def _make_program(self, call: Specialization, args: Any, kwargs: Any) -> Program | str:
         """Return a new program, or the reason why there is none."""

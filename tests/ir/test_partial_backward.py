@@ -120,10 +120,36 @@ def test_a_weight_that_changes_between_the_runs_raises(one_by_one):
         differentiate_by_experts(block, edges)
 
 
-def test_gradients_of_weights_alone(one_by_one, parts):
-    block, _, out, _ = run_block("separate", one_by_one)
-    parameters = list_expert_parameters(block)
-    alone = torch.autograd.grad(out.sum(), parameters, retain_graph=True, materialize_grads=True)
-    out.sum().backward()
-    torch.testing.assert_close(list(alone), [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
-    assert parts == {"all": 2}
+PARTS: dict[str, Callable[[str], bool]] = {
+    "input": lambda name: name == "x",
+    "router": lambda name: name == "gate.weight",
+    "up": lambda name: name.endswith((".up.weight", "w1")),
+    "down": lambda name: name.endswith((".down.weight", "w2")),
+    "biases": lambda name: name.endswith((".bias", "b1", "b2")),
+    "experts": lambda name: name not in ("x", "gate.weight"),
+    "input and down": lambda name: name == "x" or name.endswith((".down.weight", "w2")),
+}
+
+
+def list_leaves(block: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    return {"x": x, **dict(block.named_parameters())}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_any_part_equal_those_of_a_whole_backward(kind, one_by_one):
+    """Differentiate by a part, then by everything: a run leaves nothing behind for the next one."""
+    block, x, out, _ = run_block(kind, one_by_one)
+    out.pow(2).sum().backward()
+    wanted = {n: torch.zeros_like(t) if t.grad is None else t.grad for n, t in list_leaves(block, x).items()}
+    assert all(wanted[name].any() for name in ("x", "gate.weight"))
+    for part, is_in in PARTS.items():
+        block, x, out, _ = run_block(kind, one_by_one)
+        leaves, loss = list_leaves(block, x), out.pow(2).sum()
+        inputs = [leaf for name, leaf in leaves.items() if is_in(name)]
+        if not inputs:
+            continue
+        found = torch.autograd.grad(loss, inputs, retain_graph=True, materialize_grads=True)
+        torch.testing.assert_close(list(found), [grad for n, grad in wanted.items() if is_in(n)], msg=part)
+        loss.backward()
+        whole = {n: torch.zeros_like(t) if t.grad is None else t.grad for n, t in leaves.items()}
+        torch.testing.assert_close(whole, wanted, msg=part)

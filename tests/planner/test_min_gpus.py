@@ -71,7 +71,7 @@ def test_an_empty_ranking_raises_with_reason_and_remedy():
         ranking[0]
     nearest = min((r for r in ranking.rejected if r.lacking), key=lambda r: r.lacking)
     assert isinstance(caught.value, IndexError) and isinstance(caught.value, MoefxError)
-    assert f"{nearest.label} lacks least" in str(caught.value)
+    assert f"{nearest.label} comes nearest" in str(caught.value)
     assert "optimizer states. Take more GPUs" in str(caught.value)
     with pytest.raises(NothingFits, match="no sizes divide"):
         plan("olmoe-1b-7b", "h200", 1009, batch=3).explain()
@@ -102,7 +102,7 @@ def test_reasons_are_by_kind():
     lines = [line for line in str(ranking).splitlines() if "fit" in line and "PP=" in line]
     assert lines == [
         f"  {len(short)} sizes of PP, TP and EP: do not fit, most of it is optimizer states (M_optimizer); "
-        f"{nearest.label} lacks least, {nearest.why.split()[3]} TiB"
+        f"{nearest.label} comes nearest and needs {nearest.why.split()[3]} TiB more"
     ]
     assert len(ranking.reasons()) < len(ranking.rejected)
 

@@ -256,7 +256,7 @@ def test_the_page_without_a_fitting_layout(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["plan", "deepseek-v3", "--platform", "a100-40gb", "--gpus", "8"]) == 1
     text = (tmp_path / "plan-deepseek-v3-a100-40gb-8.html").read_text(encoding="utf-8")
-    assert "0 layouts fit 40 GiB" in text and "The one that lacks least, PP=" in text and is_well_formed(text)
+    assert "0 layouts fit 40 GiB" in text and "The one that comes nearest, PP=" in text and is_well_formed(text)
     assert "M_gpu = " not in text
 
 

@@ -232,7 +232,7 @@ def test_the_command_prints_a_ranking(capsys, tmp_path, monkeypatch):
     assert (
         lines[6] == ""
         and lines[7].startswith("PP: pipeline stages")
-        and lines[13].startswith("Nobody measured a100-40gb")
+        and lines[13].startswith("a100-40gb has data-sheet figures only")
     )
     assert lines[14] == "" and lines[15] == "rejected"
     assert cli.main(["plan", "olmoe-1b-7b", "--platform", "a100-40gb", "--gpus", "16", "--explain", "2"]) == 0

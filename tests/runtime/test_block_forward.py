@@ -168,6 +168,37 @@ def test_an_unknown_call_is_specialized_once():
     assert list(forward.refusals.values()) == ["casts differ (model.py:9)", "not specialized"]
 
 
+def test_reasons_are_those_of_the_call(caplog):
+    """A call with one reason, then one with another: each is logged."""
+
+    def specialize(block, call, args, kwargs):
+        raise Refused("casts differ" if call.autocast is not None else "rows differ")
+
+    block, x = Block(), torch.randn(S, D)
+    install_forward(block, [], specialize=specialize)
+    block(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        block(x)
+    block(x)
+    reasons = [record.getMessage().partition("kind of call: ")[2].partition(".")[0] for record in caplog.records]
+    assert reasons == ["rows differ", "casts differ"]
+
+
+def test_an_eager_call_asks_again_after_a_refused_trace():
+    def specialize(block, call, args, kwargs):
+        if args is None:
+            raise Refused("run it once in eager mode")
+        return build_program(block, *args)
+
+    block, x = Block(), torch.randn(S, D)
+    forward = install_forward(block, [], specialize=specialize)
+    traced = torch.compile(block, backend="eager")
+    torch.testing.assert_close(traced(x), Block.forward(block, x))
+    assert not forward.programs and list(forward.refusals.values()) == ["run it once in eager mode"]
+    torch.testing.assert_close(block(x), Block.forward(block, x))
+    assert len(forward.programs) == 1 and forward.counts.rewritten == 1
+
+
 def test_an_argument_that_always_changes_does_not_lift_forever():
     asked = []
     block, x = Block(), torch.randn(S, D)

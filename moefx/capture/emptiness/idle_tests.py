@@ -370,7 +370,7 @@ def check_emptiness_tests(emptiness_tests: EmptinessTests) -> None:
             )
         line = node.lineno  # type: ignore[attr-defined]
         raise Refused(
-            f"the block decides in Python by which experts have tokens: {linecache.getline(file, line).strip()}",
+            f"Python code of the block depends on which experts have tokens: {linecache.getline(file, line).strip()}",
             source=f"{file.rsplit('/', 1)[-1]}:{line}",
             remedy="leave the decision out, or make it with torch operations on the routing",
         )

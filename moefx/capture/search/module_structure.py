@@ -9,7 +9,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from ...ir.guards.code_closure import FUNCTION_TYPES
 from ...util.tensor_trees import has_values, is_float
 
-_MAX_HASHED = 1 << 16
+_MAX_COMPARED = 1 << 16
 
 
 def compute_signature(module: nn.Module) -> tuple:
@@ -17,7 +17,7 @@ def compute_signature(module: nn.Module) -> tuple:
     return (
         tuple((n, _list_code(m), m.training) for n, m in module.named_modules()),
         tuple((n, tuple(t.shape), t.dtype, t.requires_grad) for n, t in module.named_parameters()),
-        tuple((n, tuple(t.shape), t.dtype, _hash_integers(t)) for n, t in module.named_buffers()),
+        tuple((n, tuple(t.shape), t.dtype, _read_integers(t)) for n, t in module.named_buffers()),
     )
 
 
@@ -29,11 +29,14 @@ def _list_code(module: nn.Module) -> tuple:
     return (cls, *((k, id(fn)) for k, fn in methods))
 
 
-def _hash_integers(t: torch.Tensor) -> int | None:
-    """Return a hash of the values of integers and booleans, which captures read; None for floats."""
+def _read_integers(t: torch.Tensor) -> tuple[int, ...] | int | None:
+    """Return the values of integers and booleans, which captures read; the id of large tensors, None for floats.
+
+    No hash of them: those of -1 and -2 are equal.
+    """
     if is_float(t) or not has_values(t):
         return None
-    return hash(tuple(t.detach().cpu().flatten().tolist())) if t.numel() <= _MAX_HASHED else id(t)
+    return tuple(t.detach().cpu().flatten().tolist()) if t.numel() <= _MAX_COMPARED else id(t)
 
 
 def _list_shapes(module: nn.Module) -> tuple:

@@ -1,4 +1,4 @@
-"""Concrete values of abstract floats, computed where integers follow from them.
+"""Concrete values of abstract floats, computed if integers follow from them.
 
 A `Routing` invents the values at the nearest contractions, such as router logits. The recorded ops turn these into the
 values of a node, so one routing decision holds through groups, masks and thresholds.

@@ -1,6 +1,6 @@
 """Run one op of a capture: floats as fake tensors, integers and booleans as real ones.
 
-The caller gets a result as the user's program sees it. Where an integer follows from floats, the op also runs on the
+The caller gets a result as the user's program sees it. If an integer follows from floats, the op also runs on the
 concrete values that the routing invents for them.
 """
 

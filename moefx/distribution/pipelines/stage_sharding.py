@@ -45,7 +45,7 @@ class StageSharding:
         return self.zero > 1
 
     def check_ranks(self, ranks: int) -> None:
-        """Raises: InvalidPlan: a stage has one rank, and `mp_policy` would have no effect."""
+        """Refuse `mp_policy` if a stage has one rank, because it would have no effect (`InvalidPlan`)."""
         if self.mp_policy is not None and ranks == 1:
             raise InvalidPlan(
                 "pipeline(mp_policy=...): each stage is on one rank, and nothing shards it: call model.to(dtype), or "

@@ -306,11 +306,11 @@ def _gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
     lists = [[next(saved) for _ in range(size)] for size in ctx.sizes]
     up, up_bias, down, down_bias, kept = lists
     needs, kwargs = [ctx.needs[0], *ctx.needs[4:9]], ctx.kwargs
-    later = ctx.next_functions[-1][0] if any(ctx.needs[9:]) else None
+    later: Any = ctx.next_functions[-1][0] if any(ctx.needs[9:]) else None
     if later is not None and later.name() != "weights_laterBackward":
         later = None  # Dynamo cut the graph between the two: another node stands there
-    is_delayed = later is None and (ctx.needs_later[5] or ctx.needs_later[7])  # another backward needs the matrices
-    if is_delayed:  # the sums for biases are cheap now
+    is_delayed = later is None and not (needs[2] or needs[4]) and (ctx.needs_later[5] or ctx.needs_later[7])
+    if is_delayed:  # another backward needs the matrices; sums for biases are cheap now
         needs[3], needs[5] = (ctx.needs[i] or ctx.needs_later[i] for i in (6, 8))
     if later is not None or is_delayed:
         needs[2] = needs[4] = False
@@ -347,12 +347,12 @@ def _gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
 
         def compute_delayed(needs: Sequence[bool]) -> Sequence[Any]:
             of_up, of_down = compute_matrices(needs[5], needs[7])
-            return [None] * 5 + [of_up, grad_up_bias, of_down, grad_down_bias, *ending]
+            of_biases = [g and [b.clone() for b in g] for g in (grad_up_bias, grad_down_bias)]  # it may run again
+            return [None] * 5 + [of_up, of_biases[0], of_down, of_biases[1], *ending]
 
         ctx.delayed = DelayedGradients(range(5, len(ctx.needs)), compute_delayed)
         return gradients
-    assert later is not None
-    later.compute_matrices = compute_matrices  # pyright: ignore[reportAttributeAccessIssue]
+    later.compute_matrices = compute_matrices
     return [*gradients[:9], up[0].new_empty(0)]
 
 

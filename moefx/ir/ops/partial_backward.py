@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 _engine = getattr(torch._C, "_autograd", None)
-keeps_graph = getattr(_engine, "_get_current_graph_task_keep_graph", lambda: False)
+keeps_graph = getattr(_engine, "_get_current_graph_task_keep_graph", lambda: True)  # True costs time and memory only
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,13 +19,13 @@ def new_buffer(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = N
     """Return an uninitialised tensor on the device of `like`, with its dtype unless there is another one.
 
     Allocators give memory of this size back to the system when it is freed, so every step touches it for the
-    first time. Where Linux leaves huge pages to those who ask (the default of most distributions), this asks.
+    first time. If Linux gives huge pages on request only (the default of most distributions), request them.
     """
     tensor = like.new_empty(shape, dtype=dtype)
     advise = _madvise() if tensor.nbytes >= _LARGE and tensor.device.type == "cpu" else None
     if advise is not None:
         start = -(-tensor.data_ptr() // _PAGE) * _PAGE
-        advise(start, tensor.data_ptr() + tensor.nbytes - start, _MADV_HUGEPAGE)  # it may refuse: a wish
+        advise(start, tensor.data_ptr() + tensor.nbytes - start, _MADV_HUGEPAGE)  # a hint, which Linux may ignore
     return tensor
 
 

@@ -370,5 +370,5 @@ def _scalar(op: Any, position: int, value: Any) -> Any:
 
 
 def _is_tensor_there(op: Any, position: int, value: Any) -> bool:
-    """Return whether the op takes a tensor only where a number stands."""
+    """Return whether an argument is a number although the op takes only a tensor at this position."""
     return isinstance(value, (int, float)) and "Tensor" in str(op._schema.arguments[position].type)

@@ -178,7 +178,7 @@ class RoutedSum:
             ids = self.emit.call(aten._to_copy.default, (ids,), {"dtype": torch.int64}, letters=("S", "K"))
         if self.may_be_outside and (
             size := self._count_indexed_experts(_KEEPS_ALL)
-        ):  # an error where the program has one
+        ):  # raises for the same ids as the program
             return self.emit.call(aten.index.Tensor, (self._emit_table(list(range(size))), [ids]))
         if self.may_be_outside and (size := self._count_indexed_experts(_MOVES)):
             from_the_end = self.emit.call(aten.lt.Scalar, (ids, 0))

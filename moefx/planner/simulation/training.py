@@ -237,7 +237,7 @@ def _evaluate_components(
 
 
 def _compute_quantiles(seconds: Tensor, number: int = 21) -> tuple[float, ...]:
-    """`number` evenly spaced quantiles, from the minimum to the maximum."""
+    """Return `number` evenly spaced quantiles, from the minimum to the maximum."""
     if not len(seconds):
         return ()
     return tuple(

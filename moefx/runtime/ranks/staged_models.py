@@ -10,7 +10,7 @@ STAGED = "_moefx_stages"  # the attribute of a Pipeline that holds its `StageGro
 
 
 def refuse_pipeline(model: nn.Module, call: str) -> None:
-    """Raises: InvalidInput: the model is a Pipeline, whose stages are compiled and parallelized already."""
+    """Refuse a Pipeline (`InvalidInput`), whose stages are compiled and parallelized already."""
     if STAGED in vars(model):
         raise InvalidInput(
             f"moefx.{call} takes the original model, not a Pipeline, whose stages are compiled and parallelized "

@@ -127,14 +127,14 @@ def test_statistics_of_loads_that_change_rows_are_refused(least_tokens):
 def _record_captures(monkeypatch: pytest.MonkeyPatch, least_tokens: int) -> list[tuple[int, list[int]]]:
     """Return the token count and the loads of each capture that agreed."""
     captures: list[tuple[int, list[int]]] = []
-    store = Evidence._store
+    add = Evidence.add
 
-    def record(self: Any, form: Any, *args: Any, **options: Any) -> Any:
-        loads = torch.bincount(form.ids.flatten(), minlength=E).tolist()
-        captures.append((len(form.ids), loads))
-        return store(self, form, *args, **options)
+    def record(self: Any, form: Any, **options: Any) -> Any:
+        added = add(self, form, **options)
+        captures.append((len(form.ids), torch.bincount(form.ids.flatten(), minlength=E).tolist()))
+        return added
 
-    monkeypatch.setattr(Evidence, "_store", record)
+    monkeypatch.setattr(Evidence, "add", record)
     torch.manual_seed(0)
     model = Weighted(lambda n: 0, least_tokens)
     moefx.compile(model, example_inputs=(torch.randn(4, 12, D),), plan=moefx.Plan(validation="symbolic"))

@@ -341,7 +341,7 @@ TABLE = {
     "concentrate_tokens": Row(
         ListingIdle,
         ((choose(*[3] * 60),),),
-        without="decides in Python by which experts have tokens",
+        without="depends on which experts have tokens",
         caught_by="refuse_emptiness_decisions",
     ),
 }
