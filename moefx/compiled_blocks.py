@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .compiler.model_proof import quote_name
 from .compiler.survey_result import Refusal
 from .errors import MoefxError
 from .inspection.explain import BlockReport
@@ -21,6 +20,7 @@ from .ir.argument_binding import Specialization
 from .ir.block_graph import BlockGraph
 from .runtime.block_forward import BlockForward, find_rewritten_blocks
 from .util.model_wrappers import unwrap_model
+from .util.module_names import quote_name
 
 if TYPE_CHECKING:
     from .planner.decision import Decision

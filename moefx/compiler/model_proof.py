@@ -11,6 +11,7 @@ from .._plan import Plan
 from ..capture.worker_thread import run_proof
 from ..errors import Refused
 from ..ir.argument_binding import find_device
+from ..util.module_names import quote_name
 from ..util.user_code import forward_line
 from .check_policy import CheckPolicy
 from .survey import survey_model
@@ -55,8 +56,3 @@ def _check_blocks(survey: Survey, plan: Plan) -> Survey:
         if verdict.could_not_run:
             unchecked.append(f"{quote_name(block.names[0])}: {verdict.text}")
     return dataclasses.replace(survey, matched=tuple(matched), refused=tuple(refused), unchecked=tuple(unchecked))
-
-
-def quote_name(name: str) -> str:
-    """Quote the name of a module for a message."""
-    return repr(name) if name else "'' (the model itself)"

@@ -35,10 +35,10 @@ from ..ir.passed_objects import replace_objects
 from ..runtime.block_forward import BlockForward
 from ..runtime.change_detection import ReadAttributes
 from ..runtime.program import Program
+from ..util.module_names import quote_name
 from ..util.user_code import forward_line
 from .block_compiler import BlockRewrite, finish_block, rewrite_block, rewrite_with_objects
 from .check_policy import CheckPolicy
-from .model_proof import quote_name
 from .program_builder import build_program, move_kind
 
 Kinds = tuple[tuple[Path, tuple[Any, ...]], ...]  # paths and kinds of arguments, see `Specialization`

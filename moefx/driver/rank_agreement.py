@@ -14,10 +14,11 @@ from torch import nn
 from .._plan import Plan
 from ..capture.worker_thread import run_proof
 from ..compiler.block_compiler import reapply_checkpoint
-from ..compiler.model_proof import quote_name, survey_and_check
+from ..compiler.model_proof import survey_and_check
 from ..compiler.survey import survey_model
 from ..compiler.survey_result import Survey
 from ..ir.argument_binding import find_device
+from ..util.module_names import quote_name
 
 if TYPE_CHECKING:
     from ..planner.decision import Decision
