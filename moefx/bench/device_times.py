@@ -116,11 +116,11 @@ class Machine:
     def time_gemms(self) -> Iterator[GemmTime]:
         for columns, inner in _GEMMS:
             for rows in _ROWS:
-                if 2 * rows * columns * inner <= self.most_flop:
+                if 2 * rows * columns * inner <= self.max_flop:
                     yield self.time_gemm(rows, columns, inner)
 
     def time_attention(self) -> Iterator[AttentionTime]:
-        limit = self.most_flop / 6  # forward and backward, slower than a product
+        limit = self.max_flop / 6  # forward and backward, slower than a product
         for sequences, tokens, heads, head_size in _ATTENTION:
             while 2 * sequences * heads * tokens**2 * head_size > limit and tokens > 256:
                 tokens //= 2
@@ -144,7 +144,7 @@ class Machine:
         """Shapes of all kinds of experts, reduced to the device, without duplicates."""
         shapes = []
         for T, d, h, E, K in _EXPERTS:
-            while 18 * T * K * d * h > self.most_flop and T > 128:
+            while 18 * T * K * d * h > self.max_flop and T > 128:
                 T //= 2
             while 3 * E * d * h * self.dtype.itemsize > self.copy * _LONGEST and E > K:
                 E //= 2
@@ -159,7 +159,7 @@ class Machine:
         yield ExpertTime(shape, self.seconds(work.step), True)
 
     @functools.cached_property
-    def most_flop(self) -> float:
+    def max_flop(self) -> float:
         """FLOP in `_LONGEST` seconds, at the rate of a large square product."""
         size, gemm = 512, self.time_gemm(512, 512, 512)
         while gemm.seconds < 1e-3 and size < 8192:

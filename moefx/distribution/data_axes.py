@@ -8,8 +8,7 @@ import math
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import InvalidPlan
-from ..runtime.ranks.reductions import PIPELINE_AXIS
-from ..runtime.ranks.sharding import format_mesh, is_replica_axis, select_mesh_axis
+from ..runtime.ranks.sharding import PIPELINE_AXIS, format_mesh, is_replica_axis, select_mesh_axis
 
 LAYOUTS = ("fsdp", "ddp", "hsdp")
 

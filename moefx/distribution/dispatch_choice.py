@@ -55,7 +55,7 @@ def choose_routes(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tuple[E
 
 def _choose_dispatch(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tuple[str, str]:
     """Choose the fastest dispatch, for uniform routing. Returns it with the reason. All ranks choose the same."""
-    may_gather, match = is_gather_open(axis, plan), result.match
+    may_gather, match = may_choose_gather(axis, plan), result.match
     if len(axis.topology.sizes) == 1 and not may_gather:
         return "dedup", "auto: one level, and 'dedup' sends the fewest rows"
     tokens = _count_planned_tokens(axis, plan) or DEFAULT_TOKENS
@@ -77,7 +77,7 @@ def _choose_dispatch(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tupl
     return chosen, why
 
 
-def is_gather_open(axis: ExpertAxis, plan: Plan) -> bool:
+def may_choose_gather(axis: ExpertAxis, plan: Plan) -> bool:
     """Return whether "auto" may choose "gather": several ranks at one level, whose hosts run ahead of their devices.
 
     On the CPU the host computes too, so it waits for no device, and "gather" only moves more rows.

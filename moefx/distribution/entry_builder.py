@@ -17,13 +17,13 @@ from ..planner.architecture import Architecture
 from ..planner.entries import Entry
 from ..planner.layout import CHECKPOINT_POLICIES
 from ..planner.platforms import Platform
-from ..planner.stage_times import find_most_layers
+from ..planner.stage_times import find_max_layers
+from ..runtime.ranks.sharding import PIPELINE_AXIS
 from ..runtime.ranks.topology import resolve_node_size
 from .mesh_agreement import gather_by_rank
 from .pipelines.pipeline_model import Pipeline
 from .pipelines.pipeline_parallelism import pipeline
-from .pipelines.pipeline_stages import STAGES
-from .pipelines.stage_planning import ModelReading, cut_reading, read_model
+from .pipelines.stage_planning import PlannerSurvey, cut_by_predicted_time, survey_for_planner
 from .pipelines.stage_split import find_layer_keys
 
 if TYPE_CHECKING:
@@ -105,7 +105,9 @@ def read_entry(entry: Entry, *, replicate_dense: bool = False, **fields: Any) ->
             + (_REPLICATE if x.ssmb else "")
         )
     names, sizes = entry.mesh["mesh_dim_names"], entry.mesh["mesh_shape"]
-    axes = {STAGES: x.pp} | {name: size for name, size in zip(names, sizes, strict=True) if name != STAGES}
+    axes = {PIPELINE_AXIS: x.pp} | {
+        name: size for name, size in zip(names, sizes, strict=True) if name != PIPELINE_AXIS
+    }
     plan = entry.plan(**fields)
     if replicate_dense and plan.layout:
         plan = plan.replace(layout={name: size for name, size in plan.layout if name != "tp"})
@@ -135,7 +137,7 @@ def build_entry(
     mesh = _build_mesh(entry, arguments.axes, device_type or _find_device_type(model))
     _check_nodes(entry, arguments.plan, ranking.platform)
     layers, keys = find_layer_keys(model, None)
-    reading = read_model(model, layers, keys, example_inputs, arguments.plan, mesh)
+    reading = survey_for_planner(model, layers, keys, example_inputs, arguments.plan, mesh)
     counts, error = (), ""
     try:
         check_model(ranking.model, reading.require_facts()[1], type(model).__name__)
@@ -171,12 +173,12 @@ def check_model(planned: Architecture, actual: Architecture, name: str) -> None:
         )
 
 
-def _cut_entry(ranking: Ranking, entry: Entry, reading: ModelReading) -> tuple[int, ...]:
+def _cut_entry(ranking: Ranking, entry: Entry, reading: PlannerSurvey) -> tuple[int, ...]:
     """Return the number of layers of each stage: of equal predicted time, among those that fit the planned memory."""
     layout, num_stages = entry.layout, entry.layout.pp * entry.layout.chunks
     even = -(-ranking.model.num_layers // num_stages)
-    most = max(even, find_most_layers(ranking.model, layout, ranking.platform) // layout.chunks)
-    return cut_reading(reading, layout, ranking.platform, entry.experts_first, num_stages, most)
+    most = max(even, find_max_layers(ranking.model, layout, ranking.platform) // layout.chunks)
+    return cut_by_predicted_time(reading, layout, ranking.platform, entry.experts_first, num_stages, most)
 
 
 def _check_nodes(entry: Entry, plan: Plan, platform: Platform) -> None:

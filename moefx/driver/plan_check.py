@@ -9,13 +9,13 @@ from typing import Any
 from .._plan import Plan
 from ..compiler.compile_steps import list_optional_passes
 from ..errors import InvalidPlan
+from ..runtime.ranks.sharding import PIPELINE_AXIS, TENSOR_AXIS
 
 _MESH_FIELDS = (
     "expert_axis", "placement", "sequence_axis", "sequence_gradients", "gradients", "dispatch", "pilots", "chunks",
     "max_tokens", "node_size", "topology_levels", "timeout",
 )  # fmt: skip
 _PLANNER_FIELDS = ("memory", "zero")
-_STAGES, _TENSOR_PARALLEL = "pp", "tp"
 
 
 def check_effects(plan: Plan, mesh: Any) -> None:
@@ -96,14 +96,14 @@ def check_layout(plan: Plan, mesh: Any) -> None:
             "the planner's layout keeps all experts on every rank (EP = 1), but a mesh distributes them: leave out the "
             f"mesh, or deviate from the plan: {_advise_without(counts, 'ep')}"
         )
-    if mesh is None and (stages := counts.get(_STAGES, 1)) > 1:
+    if mesh is None and (stages := counts.get(PIPELINE_AXIS, 1)) > 1:
         raise InvalidPlan(
             f"the planner's layout has {stages} pipeline stages, and compile does not split a model: give it "
-            f"the module of this rank's stage and {_advise_without(counts, _STAGES)}"
+            f"the module of this rank's stage and {_advise_without(counts, PIPELINE_AXIS)}"
         )
     if mesh is not None:
         axes = plan.expert_axis if isinstance(plan.expert_axis, tuple) else (plan.expert_axis,)
-        sizes_here = {_STAGES: sizes.get(_STAGES, 1), _TENSOR_PARALLEL: sizes.get(_TENSOR_PARALLEL, 1)}
+        sizes_here = {PIPELINE_AXIS: sizes.get(PIPELINE_AXIS, 1), TENSOR_AXIS: sizes.get(TENSOR_AXIS, 1)}
         sizes_here["ep"] = math.prod(sizes.get(axis, 1) for axis in axes if axis)
         if wrong := [name for name, size_here in sizes_here.items() if counts.get(name, size_here) != size_here]:
             shown = ", ".join(f"{name}={size}" for name, size in sizes.items())
@@ -128,9 +128,9 @@ def _advise_without(counts: dict[str, int], *names: str) -> str:
 
 def _user_duties(counts: dict[str, int]) -> dict[str, str]:
     """Return the parts of a layout that the user must set up, by name, in words."""
-    tp, zero, micro = (counts.get(name, 1) for name in (_TENSOR_PARALLEL, "zero", "microbatches"))
+    tp, zero, micro = (counts.get(name, 1) for name in (TENSOR_AXIS, "zero", "microbatches"))
     return {
-        **({_TENSOR_PARALLEL: f"tensor parallelism of the dense matrices over {tp} ranks"} if tp > 1 else {}),
+        **({TENSOR_AXIS: f"tensor parallelism of the dense matrices over {tp} ranks"} if tp > 1 else {}),
         **({"zero": f"ZeRO-{zero} (fully_shard)"} if counts.get("zero", 0) else {}),
         **({"microbatches": f"{micro} micro-batches"} if micro > 1 else {}),
         **({"recompute": "layers that run again (torch.utils.checkpoint)"} if counts.get("recompute", 0) else {}),

@@ -37,7 +37,7 @@ def load_optimizers(model: nn.Module, optimizers: _Optimizers, folder: str | os.
     state = _collect_optimizers(model, optimizers)
     state_dict_loader.load(state, checkpoint_id=folder)
     with _without_empty_groups(optimizers):
-        set_optimizer_state_dict(model, _as_given(optimizers), state["optimizer"], options=_OPTIONS)
+        set_optimizer_state_dict(model, _unwrap_single(optimizers), state["optimizer"], options=_OPTIONS)
 
 
 def save_model(model: nn.Module, folder: str | os.PathLike[str]) -> None:
@@ -72,7 +72,7 @@ def _save(state: dict[str, Any], folder: str | os.PathLike[str]) -> None:
 def _collect_optimizers(model: nn.Module, optimizers: _Optimizers) -> dict[str, Any]:
     reshard(model)
     with _without_empty_groups(optimizers):
-        return {"optimizer": get_optimizer_state_dict(model, _as_given(optimizers), options=_OPTIONS)}
+        return {"optimizer": get_optimizer_state_dict(model, _unwrap_single(optimizers), options=_OPTIONS)}
 
 
 @contextlib.contextmanager
@@ -89,5 +89,5 @@ def _without_empty_groups(optimizers: _Optimizers) -> Iterator[None]:
             optimizer.param_groups = [next(loaded) if group["params"] else group for group in groups]
 
 
-def _as_given(optimizers: _Optimizers) -> Any:
+def _unwrap_single(optimizers: _Optimizers) -> Any:
     return optimizers[0] if len(optimizers) == 1 else tuple(optimizers)

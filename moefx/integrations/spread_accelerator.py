@@ -117,7 +117,7 @@ class SpreadAccelerator(Accelerator):
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Save models, optimizers, schedulers and the states of random numbers. Collective."""
-        with self._take_spread(self.register_save_state_pre_hook) as (spread, optimizers, folders):
+        with self._hide_spread_model(self.register_save_state_pre_hook) as (spread, optimizers, folders):
             location = super().save_state(output_dir, *args, **kwargs)
         for model in spread:
             save_model(model, Path(folders[0]) / _MODEL)
@@ -126,14 +126,14 @@ class SpreadAccelerator(Accelerator):
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
         """Load what `save_state` saved, over this mesh or another one. Collective."""
-        with self._take_spread(self.register_load_state_pre_hook) as (spread, optimizers, folders):
+        with self._hide_spread_model(self.register_load_state_pre_hook) as (spread, optimizers, folders):
             super().load_state(input_dir, *args, **kwargs)
         for model in spread:
             load_model(model, Path(folders[0]) / _MODEL)
             load_optimizers(model, optimizers, Path(folders[0]) / _OPTIMIZER)
 
     @contextlib.contextmanager
-    def _take_spread(self, register_hook: Any) -> Iterator[tuple[list[nn.Module], list[Any], list[Any]]]:
+    def _hide_spread_model(self, register_hook: Any) -> Iterator[tuple[list[nn.Module], list[Any], list[Any]]]:
         """Hide a spread model and its optimizers from `Accelerator`, which would save one rank's part.
 
         Yields:

@@ -17,15 +17,15 @@ from .._plan import Plan
 from ..compiler.survey_result import Survey
 from ..errors import InvalidPlan, UnknownArchitecture
 from ..runtime.ranks.link_costs import DEFAULT_TOKENS
-from ..runtime.ranks.sharding import is_replica_axis
+from ..runtime.ranks.sharding import PIPELINE_AXIS, is_replica_axis
 from ..runtime.ranks.topology import resolve_node_size
 from ..util.unit_text import amount
 from .architecture import Architecture
 from .decision import Candidate, Decision, Facts
 from .describe import describe_survey
 from .local_platform import PLATFORM_VARIABLE, LocalPlatform, find_local_platform
-from .mesh_axes import STAGES, AxisUse, list_axis_uses
-from .search import STATES, choose_layout_dispatch, estimate_entry
+from .mesh_axes import AxisUse, list_axis_uses
+from .search import MEMORY_TERMS, choose_layout_dispatch, estimate_entry
 from .step_formulas import evaluate_memory
 
 _POLICIES = ("h", "x")  # "all" keeps more than "h" and takes as long
@@ -65,8 +65,8 @@ def collect_facts(
             local, platform=dataclasses.replace(local.platform, memory_bytes=float(plan.memory))
         )
     stage, stages = 0, 1
-    if mesh is not None and STAGES in (mesh.mesh_dim_names or ()):
-        axis = mesh.mesh_dim_names.index(STAGES)
+    if mesh is not None and PIPELINE_AXIS in (mesh.mesh_dim_names or ()):
+        axis = mesh.mesh_dim_names.index(PIPELINE_AXIS)
         stage, stages = mesh.get_coordinate()[axis], mesh.mesh.shape[axis]
     return Facts(plan, architecture, total // length, length, source, local, stage, stages)
 
@@ -236,7 +236,7 @@ def _has_room_to_gather(chosen: Candidate, facts: Facts) -> bool:
 def _format_shortage_warning(least: Candidate, facts: Facts) -> str:
     assert isinstance(facts.model, Architecture)
     layout, platform, memory = least.entry.layout, facts.local.platform, least.entry.memory
-    most = max(STATES, key=memory.__getitem__)
+    most = max(MEMORY_TERMS, key=memory.__getitem__)
     again = evaluate_memory(facts.model, dataclasses.replace(layout, recompute=True), platform)["M_gpu"]
     remedy = (
         "It fits if layers run again in the backward (torch.utils.checkpoint)"

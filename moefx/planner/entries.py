@@ -148,6 +148,6 @@ class SearchRequest:
 
     batch: int
     tokens: int
-    most_sequences: int
+    max_sequences: int
     fast_domain: int
     schedules: tuple[Schedule, ...]

@@ -57,7 +57,7 @@ def find_local_platform(device_type: str, node: int | None = None) -> LocalPlatf
         except UnknownPlatform as error:
             raise UnknownPlatform(f"{PLATFORM_VARIABLE}={name}: {error}") from None
     node = node or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    device, memory_bytes = _device(device_type, node)
+    device, memory_bytes = _read_device(device_type, node)
     known_name = recognize_device(device)
     base = PLATFORMS[known_name or _NEUTRAL]
     nodes, *above = base.networks
@@ -81,7 +81,7 @@ def recognize_device(device: str) -> str | None:
     return next((name for word, name in _RECOGNISED.items() if re.search(rf"\b{word}\b", device)), None)
 
 
-def _device(device_type: str, node: int) -> tuple[str, float]:
+def _read_device(device_type: str, node: int) -> tuple[str, float]:
     """Return (device name, bytes of memory for a rank)."""
     if device_type == "cuda":
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())

@@ -13,11 +13,9 @@ from typing import Any
 
 from .._plan import Plan
 from ..errors import InvalidPlan
-from ..runtime.ranks.sharding import resolve_expert_axes
+from ..runtime.ranks.sharding import EXPERT_AXIS, PIPELINE_AXIS, TENSOR_AXIS, resolve_expert_axes
 from .layout import Layout
 from .platforms import Platform
-
-STAGES, SHARED, EXPERTS = "pp", "tp", "ep"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +75,9 @@ def list_axis_uses(mesh: Any, plan: Plan, *, is_whole: bool = True) -> list[Axis
     """
     names = mesh.mesh_dim_names or ()
     sizes: dict[str, int] = dict(zip(names, mesh.mesh.shape if names else (), strict=True))
-    shared = plan.sequence_axis or (SHARED if sizes.get(SHARED, 1) > 1 else None)
+    shared = plan.sequence_axis or (TENSOR_AXIS if sizes.get(TENSOR_AXIS, 1) > 1 else None)
     tp = sizes.get(shared, 1) if shared else 1
-    ranks = math.prod(size for name, size in sizes.items() if name != STAGES)
+    ranks = math.prod(size for name, size in sizes.items() if name != PIPELINE_AXIS)
 
     def use(axes: tuple[str, ...], sequence_axis: str | None) -> AxisUse:
         in_order = tuple(name for name in sizes if name in axes)
@@ -88,9 +86,9 @@ def list_axis_uses(mesh: Any, plan: Plan, *, is_whole: bool = True) -> list[Axis
 
     if plan.expert_axis != "auto" or not sizes:
         return [use(resolve_expert_axes(mesh, plan.expert_axis), plan.sequence_axis)]
-    candidates = [name for name in sizes if name not in (STAGES, shared)]
+    candidates = [name for name in sizes if name not in (PIPELINE_AXIS, shared)]
     several = [name for name in candidates if sizes[name] > 1] or candidates
-    choices = [(EXPERTS,)] if EXPERTS in candidates else [*((name,) for name in several), tuple(several)]
+    choices = [(EXPERT_AXIS,)] if EXPERT_AXIS in candidates else [*((name,) for name in several), tuple(several)]
     uses = []
     for axes in dict.fromkeys(choices):
         uses += [use((*axes, shared), shared)] if shared else []

@@ -12,7 +12,7 @@ from .search import find_first_fit
 if TYPE_CHECKING:
     from .ranking import Ranking
 
-_MOST = 2**16  # GPUs
+_MAX_GPUS = 2**16  # GPUs
 _TRIES = 6  # searched numbers of GPUs, some seconds in all
 
 
@@ -56,8 +56,8 @@ def find_min_gpus(ranking: Ranking) -> MinGpus | None:
         None if a layout fits the ranking's own GPUs, or the platform has no more.
     """
     there = ranking.platform.networks[-1].ranks
-    limit = min(there or _MOST, _MOST)
-    numbers = [n for i in range(1, _MOST.bit_length()) if (n := ranking.num_ranks * 2**i) <= limit]
+    limit = min(there or _MAX_GPUS, _MAX_GPUS)
+    numbers = [n for i in range(1, _MAX_GPUS.bit_length()) if (n := ranking.num_ranks * 2**i) <= limit]
     if len(ranking) or not numbers:
         return None
     model, memory_bytes = ranking.model, ranking.platform.memory_bytes

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from ..distribution.pipelines.pipeline_model import Pipeline
 
-_MOST_SIZES = 9  # printed sizes of a reason
+_MAX_SIZES = 9  # printed sizes of a reason
 
 
 class ModelConfig(Protocol):
@@ -199,8 +199,8 @@ class Ranking:
                 short.setdefault(rejected.term, []).append(rejected)
                 continue
             *first, last = rejected.label.split(", ")
-            separator = f", ... ({len(first) - _MOST_SIZES} more), " if len(first) > _MOST_SIZES else ", "
-            lines.append((separator.join(filter(None, (", ".join(first[:_MOST_SIZES]), last))), rejected.why))
+            separator = f", ... ({len(first) - _MAX_SIZES} more), " if len(first) > _MAX_SIZES else ", "
+            lines.append((separator.join(filter(None, (", ".join(first[:_MAX_SIZES]), last))), rejected.why))
         for term, group in short.items():
             nearest = min(group, key=lambda rejected: rejected.lacking)
             if len(group) == 1:
@@ -244,7 +244,7 @@ def search(model: Architecture, platform: Platform, num_ranks: int, **request: A
 def plan(
     model: str | Architecture | nn.Module | ModelConfig, platform: str | Platform,
     world_size: int, *, batch: int = 1024, tokens: int = 4096,
-    most_sequences: int = 8, fast_domain: int | None = None, schedules: Sequence[Schedule] = ("1f1b",),
+    max_sequences: int = 8, fast_domain: int | None = None, schedules: Sequence[Schedule] = ("1f1b",),
     example_inputs: ExampleInputs | None = None,
 ) -> Ranking:  # fmt: skip
     """Rank the layouts of a model that fit a platform, the fastest first.
@@ -256,7 +256,7 @@ def plan(
         world_size: all GPUs: `--gpus` of the command line, `num_ranks` of the ranking.
         batch: sequences of a step, over all GPUs.
         tokens: tokens of a sequence.
-        most_sequences: largest number of sequences in a micro-batch.
+        max_sequences: largest number of sequences in a micro-batch.
         fast_domain: largest span of an expert axis in GPUs; None: the platform's figure, 0: any.
         schedules: pipeline schedules to choose from: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2".
         example_inputs: for a module only: its example inputs, as for `moefx.compile`.
@@ -283,6 +283,6 @@ def plan(
     if not isinstance(machine, Platform):
         raise UnknownPlatform(f"moefx.plan takes a platform, its name or a file, not {type(machine).__name__}")
     return search(
-        described, machine, world_size, batch=batch, tokens=tokens, most_sequences=most_sequences,
+        described, machine, world_size, batch=batch, tokens=tokens, max_sequences=max_sequences,
         fast_domain=fast_domain, schedules=schedules,
     )  # fmt: skip

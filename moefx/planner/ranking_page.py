@@ -27,7 +27,7 @@ from .symbols import ExplainedFormulas, explain_formulas
 if TYPE_CHECKING:
     from .ranking import Ranking
 
-MOST = 10
+MAX_ENTRIES = 10
 INSTALL = "pip install matplotlib"
 has_plots = plots.has_plots
 ReportProgress = Callable[[str], object]
@@ -97,7 +97,7 @@ def _render_heading(ranking: Ranking) -> str:
 
 def _render_best(ranking: Ranking, with_plots: bool, say: ReportProgress) -> list[str]:
     """Return the table of the best layouts, and their memory and time by part."""
-    best = ranking.entries[:MOST]
+    best = ranking.entries[:MAX_ENTRIES]
     rows = [[str(i), *entry.cells()] for i, entry in enumerate(best, 1)]
     names = [f"{i}: {name}" for i, name in enumerate(_build_unique_labels(best), 1)]
     say("memory and time by part")

@@ -14,7 +14,7 @@ from .search import search_layouts
 if TYPE_CHECKING:
     from .ranking import Ranking
 
-_MOST_NAMED = 4
+_MAX_NAMED = 4
 _ENOUGH = 0.9  # share of the savings that the named parts must explain
 
 
@@ -117,7 +117,7 @@ def _list_savings(ranking: Ranking, top: ScalingPoint, first: ScalingPoint) -> s
     saved = {name: before[name] - behind.get(name, 0.0) for name in before}
     less = sorted((name for name in saved if saved[name] > 0), key=lambda name: -saved[name])
     named, so_far = [], 0.0
-    for name in less[:_MOST_NAMED]:
+    for name in less[:_MAX_NAMED]:
         named.append(f"{LABELS[name]} ({before[name]:.3g} instead of {behind.get(name, 0.0):.3g})")
         so_far += saved[name]
         if so_far > _ENOUGH * sum(saved[name] for name in less):

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 # (checkpoint policy, whether layers run again), the fastest first.
 _POLICIES = (("h", False), ("x", False), ("h", True))
-_MOST = 10**7  # GPUs, and sequences of a step
-STATES = tuple(TERMS)
+_MAX_COUNT = 10**7  # GPUs, and sequences of a step
+MEMORY_TERMS = tuple(TERMS)
 _Reasons = dict[str, dict[tuple[tuple[str, int], ...], None]]  # reason -> rejected sizes
 # (PP, TP, EP) -> (bytes that the nearest layout lacks, its largest term)
 _Shortages = dict[tuple[int, int, int], tuple[float, str]]
@@ -53,22 +53,22 @@ class SearchResult:
 
 def search_layouts(
     model: Architecture, platform: Platform, num_ranks: int, *, batch: int = 1024, tokens: int = 4096,
-    most_sequences: int = 8, fast_domain: int | None = None, schedules: Sequence[Schedule] = ("1f1b",),
+    max_sequences: int = 8, fast_domain: int | None = None, schedules: Sequence[Schedule] = ("1f1b",),
 ) -> SearchResult:  # fmt: skip
     """Find all layouts under Piper's constraints 7 to 11, ordered by the seconds of a step.
 
     Args:
         num_ranks: the world size.
-        batch, tokens, most_sequences, fast_domain, schedules: see `ranking.plan`. "interleaved" means two or four
+        batch, tokens, max_sequences, fast_domain, schedules: see `ranking.plan`. "interleaved" means two or four
             chunks in a stage.
 
     Raises:
         InvalidPlan: invalid sizes.
     """
-    check_whole_numbers(InvalidPlan, world_size=num_ranks, batch=batch, tokens=tokens, most_sequences=most_sequences)
+    check_whole_numbers(InvalidPlan, world_size=num_ranks, batch=batch, tokens=tokens, max_sequences=max_sequences)
     for field, number in (("world_size", num_ranks), ("batch", batch)):
-        if number > _MOST:
-            raise InvalidPlan(f"{field} is {number}, expected at most {_MOST}")
+        if number > _MAX_COUNT:
+            raise InvalidPlan(f"{field} is {number}, expected at most {_MAX_COUNT}")
     if fast_domain is not None and (type(fast_domain) is not int or fast_domain < 0):
         raise InvalidPlan(f"fast_domain is {fast_domain!r}, expected a number of ranks, 0 for any, or None")
     if isinstance(schedules, str):
@@ -86,7 +86,7 @@ def search_layouts(
         raise InvalidPlan(f"platform {platform.name} has too few ranks for {num_ranks} GPUs: {beyond}. {remedy}")
     max_span = platform.fast_domain if fast_domain is None else fast_domain
     rejected, shortages = _Reasons(), _Shortages()
-    request = SearchRequest(batch, tokens, most_sequences, max_span, schedules)
+    request = SearchRequest(batch, tokens, max_sequences, max_span, schedules)
     entries = list(_list_entries(model, platform, num_ranks, request, rejected, shortages))
     there = {_size_key(entry.layout) for entry in entries}
     reasons = [Rejected(tuple(map(dict, sizes)), why) for why, sizes in rejected.items()]
@@ -180,7 +180,7 @@ def _list_layouts(
                 why = f"fewer micro-batches than stages from a batch of {request.batch}: only gpipe takes them"
                 _reject(rejected, why, PP=pp, DP=dp)
                 continue
-            sequences = [b for b in _list_divisors(request.batch // dp) if b <= request.most_sequences]
+            sequences = [b for b in _list_divisors(request.batch // dp) if b <= request.max_sequences]
             for ep in _list_divisors(tp * dp):
                 if model.num_experts % ep:
                     _reject(rejected, f"does not divide the {model.num_experts} experts (Piper eq. 8)", EP=ep)
@@ -262,7 +262,7 @@ def _find_fitting_zero(
         if lacking <= 0:
             return dataclasses.replace(layout, zero=zero), memory
         if sizes not in shortages or lacking < shortages[sizes][0]:
-            shortages[sizes] = lacking, max(STATES, key=memory.__getitem__)
+            shortages[sizes] = lacking, max(MEMORY_TERMS, key=memory.__getitem__)
     return None
 
 

@@ -57,22 +57,22 @@ def predict_layer_times(
 
 
 def cut_by_time(
-    layers: Sequence[float], head: float, num_stages: int, most_layers: int | None = None
+    layers: Sequence[float], head: float, num_stages: int, max_layers: int | None = None
 ) -> tuple[int, ...]:
     """Share out consecutive layers so that the longest stage is as short as possible, and the others are alike.
 
     Args:
         layers: seconds of each layer.
         head: seconds that the last stage needs beside its layers.
-        most_layers: the largest number of layers of a stage, None for any.
+        max_layers: the largest number of layers of a stage, None for any.
 
     Returns:
         The number of layers of each stage, at least 1.
 
     Raises:
-        InvalidPlan: there are fewer layers than stages, or `most_layers` leaves layers over.
+        InvalidPlan: there are fewer layers than stages, or `max_layers` leaves layers over.
     """
-    number, most = len(layers), most_layers or len(layers)
+    number, most = len(layers), max_layers or len(layers)
     if not num_stages <= number <= num_stages * most:
         raise InvalidPlan(f"{number} layers cannot be cut into {num_stages} stages of 1 to {most} layers")
     until = [0.0, *itertools.accumulate(layers)]
@@ -103,7 +103,7 @@ def cut_by_time(
     return tuple(end - begin for begin, end in itertools.pairwise([0, *ends]))
 
 
-def find_most_layers(model: Architecture, layout: Layout, platform: Platform) -> int:
+def find_max_layers(model: Architecture, layout: Layout, platform: Platform) -> int:
     """Return the largest number of layers of a stage that the memory has room for: at least those of an even cut."""
     even = -(-model.num_layers // layout.pp)
     for layers in range(even + 1, model.num_layers + 1):

@@ -48,7 +48,7 @@ n_pass, n_z3, y_p, T_compute, T_alltoall, T_tp, T_gather, T_p2p, T_params, T_mic
 T_bubble, T_grads, T_optimizer, T_step = quantities("T_bubble T_grads T_optimizer T_step")
 
 
-def _parts(layers: sympy.Expr, moe: sympy.Expr, logits: Any) -> dict[str, sympy.Expr]:
+def _build_layer_formulas(layers: sympy.Expr, moe: sympy.Expr, logits: Any) -> dict[str, sympy.Expr]:
     """Build the seconds of a micro-batch in `layers` layers, `moe` of them with experts.
 
     Args:
@@ -64,7 +64,7 @@ def _parts(layers: sympy.Expr, moe: sympy.Expr, logits: Any) -> dict[str, sympy.
     }
 
 
-_STAGE = _parts(l_t, l_t_moe, h_t)
+_STAGE = _build_layer_formulas(l_t, l_t_moe, h_t)
 STEP = Sheet(
     [
         Formula("n_pass", 3 + n_again, "1", "forwards: a backward is as long as two; one more if layers run again"),
@@ -80,7 +80,9 @@ STEP = Sheet(
             "ZeRO-3: parameters gathered, forward and backward of a micro-batch",
         ),
         Formula("T_micro", T_compute + T_alltoall + T_tp + T_gather + T_params, "s", "a micro-batch; nothing overlaps"),
-        Formula("T_model", sum(_parts(L, L_moe, 1).values()) + PP * T_params, "s", "T_micro of all stages together"),
+        Formula(
+            "T_model", sum(_build_layer_formulas(L, L_moe, 1).values()) + PP * T_params, "s", "T_micro of all stages"
+        ),
         Formula("T_bubble", bubble_of * (T_model - T_micro), "s", "waiting of the longest stage for the others"),
         Formula("T_p2p", n_p2p * (V_p2p * beta_pp + alpha_pp), "s", "transfers waited for; Piper section III.B.2"),
         Formula(

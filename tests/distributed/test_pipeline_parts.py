@@ -14,7 +14,7 @@ from torch.distributed.pipelining import schedules
 
 from moefx.distribution.pipelines.micro_batches import split_inputs, split_tree
 from moefx.distribution.pipelines.pipeline_schedules import KINDS, SIMULATED, StageOrder, order_stages
-from moefx.distribution.pipelines.stage_sharding import settle_zero
+from moefx.distribution.pipelines.stage_sharding import resolve_zero
 from moefx.distribution.pipelines.stage_split import count_layers, find_layer_keys, find_layers, read_split, split_model
 from moefx.errors import InvalidInput, InvalidPlan
 from moefx.planner.layout import Schedule
@@ -69,7 +69,7 @@ def test_chunks_decide_the_stages_of_a_rank():
      ("ddp", None, 0, 4, 0), ("fsdp", None, 3, 1, 0)],
 )  # fmt: skip
 def test_zero_follows_the_layout(data, zero, planned, ranks, found):
-    assert settle_zero(data, zero, planned, ranks, False) == found
+    assert resolve_zero(data, zero, planned, ranks, False) == found
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_zero_follows_the_layout(data, zero, planned, ranks, found):
 )  # fmt: skip
 def test_sharding_that_contradicts_itself_is_refused(data, zero, planned, splits, text):
     with pytest.raises(InvalidPlan, match=re.escape(text)):
-        settle_zero(data, zero, planned, 4, splits)
+        resolve_zero(data, zero, planned, 4, splits)
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def test_points_are_rankings_of_their_own(narrow, is_weak):
 
 
 def test_options_of_a_ranking_hold_for_its_scaling():
-    ranking = plan("olmoe-1b-7b", "frontier", 16, batch=32, tokens=512, most_sequences=1, fast_domain=4)
+    ranking = plan("olmoe-1b-7b", "frontier", 16, batch=32, tokens=512, max_sequences=1, fast_domain=4)
     for point in search_scaling(ranking, is_weak=True):
         assert point.best.layout.tokens == 512 and point.best.layout.sequences == 1 and point.best.layout.ep <= 4
 

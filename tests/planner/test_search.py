@@ -334,7 +334,7 @@ def test_hops_over_three_levels_are_planned():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(most_sequences=0), "most_sequences is 0, expected a whole number above 0"),
+        (dict(max_sequences=0), "max_sequences is 0, expected a whole number above 0"),
         (dict(fast_domain=-1), "fast_domain is -1, expected a number of ranks"),
         (dict(schedules="1f1b"), r"schedules is '1f1b', expected several names"),
         (dict(batch=10**9), "batch is 1000000000, expected at most 10000000"),

@@ -12,7 +12,7 @@ from moefx.errors import InvalidPlan
 from moefx.planner.catalogue import find_model
 from moefx.planner.layout import Layout
 from moefx.planner.platforms import PLATFORMS
-from moefx.planner.stage_times import cut_by_time, find_most_layers, predict_layer_times
+from moefx.planner.stage_times import cut_by_time, find_max_layers, predict_layer_times
 from moefx.planner.step_formulas import collect_values, evaluate_memory, find_step_sheet
 
 MODEL, PLATFORM = find_model("deepseek-v3"), PLATFORMS["h200"]
@@ -57,7 +57,7 @@ def test_a_large_head_and_dense_layers_move_the_cuts():
     assert cut_by_time([1.0] * 8, 0.0, 2) == (4, 4)
     assert cut_by_time([1.0] * 8, 2.0, 2) == (5, 3)
     assert cut_by_time([0.25] * 4 + [1.0] * 3, 0.0, 2) == (5, 2)
-    assert cut_by_time([1.0] * 8, 2.0, 2, most_layers=4) == (4, 4)
+    assert cut_by_time([1.0] * 8, 2.0, 2, max_layers=4) == (4, 4)
     for layers, stages, most in (([1.0], 2, None), ([1.0] * 8, 2, 3)):
         with pytest.raises(InvalidPlan, match=f"{len(layers)} layers cannot be cut into 2 stages"):
             cut_by_time(layers, 0.0, stages, most)
@@ -67,5 +67,5 @@ def test_stages_have_as_many_layers_as_the_memory_holds():
     even = -(-MODEL.num_layers // LAYOUT.pp)
     needed = evaluate_memory(MODEL, LAYOUT, PLATFORM)["M_gpu"]
     for memory_bytes, least, most in ((needed, even, even), (1.3 * needed, even + 1, 20), (100 * needed, 61, 61)):
-        found = find_most_layers(MODEL, LAYOUT, dataclasses.replace(PLATFORM, memory_bytes=memory_bytes))
+        found = find_max_layers(MODEL, LAYOUT, dataclasses.replace(PLATFORM, memory_bytes=memory_bytes))
         assert least <= found <= most

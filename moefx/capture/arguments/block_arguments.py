@@ -27,9 +27,9 @@ _OUTER = ((3, 7, 13), (2, 6, 10), (5, 9, 11), (4, 8, 12))
 _INNER = ((2, 5, 8, 11), (3, 7, 10, 13), (4, 6, 9, 14), (3, 5, 7, 9))
 _REMAINDERS = {0: 2, 1: 1}  # modulo 3, of the last of several token dims in the first two captures
 _CANDIDATES = 6  # sizes of the last token dim to compare
-TWICE_THE_TOKENS = 60  # cost: up to eight times the tokens cost less than a size next to a number of the model
+COST_OF_DOUBLE_TOKENS = 60  # cost: up to eight times the tokens cost less than a size next to a number of the model
 _USUAL_TOKENS = 29  # captures that need fewer tokens may have as many at no cost
-_MORE_SAMPLES = 150  # cost of a larger batch with shorter sequences
+_COST_OF_LARGER_BATCH = 150  # cost of a larger batch with shorter sequences
 _NEAR = 5  # range of sequence lengths to compare
 _MANY_SEQUENCES = 19
 Axis = tuple[int, int]  # position among the tensor arguments, and the axis
@@ -324,7 +324,7 @@ class Arguments:
         def cost(sizes: dict[str, int]) -> int:
             surplus = max(0, math.prod(sizes.values()) - tokens)
             samples = outer.index(sizes[self.dims[0]]) if len(self.dims) > 1 else 0
-            extra = TWICE_THE_TOKENS * surplus // max(tokens, _USUAL_TOKENS) + _MORE_SAMPLES * samples
+            extra = COST_OF_DOUBLE_TOKENS * surplus // max(tokens, _USUAL_TOKENS) + _COST_OF_LARGER_BATCH * samples
             return self.numbers.cost(sizes, self.tokens_per_unit) + extra
 
         return min(self._list_candidates(tokens, variant), key=cost, default={})

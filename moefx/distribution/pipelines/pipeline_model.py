@@ -50,7 +50,7 @@ class Pipeline(nn.Module):
         if self._device.type == "cuda":
             self._device = torch.device("cuda", torch.cuda.current_device())
         self.cut_basis, self.planned_batch = split.basis, cast("tuple[int, int] | None", None)
-        self._seen: Any = None  # a description of the inputs that `_schedule` is built for
+        self._scheduled_inputs: Any = None  # a description of the inputs that `_schedule` is built for
         self._schedule: Any = None
         own_modules: dict[str, nn.Module] = {}
         for stage in stages:
@@ -86,7 +86,7 @@ class Pipeline(nn.Module):
         """
         if not torch.is_grad_enabled():
             raise InvalidInput("step() trains, and gradients are disabled here: call pipe.evaluate(...) for the loss")
-        with self._prepared(inputs, kwargs, target, needs_target=True, trains=True):
+        with self._load_micro_batches(inputs, kwargs, target, needs_target=True, trains=True):
             losses = {"target": torch.arange(self._order.microbatches)} if self._last is not None else {}
             self._schedule.step(**losses)
             return self._average_loss()
@@ -94,14 +94,14 @@ class Pipeline(nn.Module):
     @torch.no_grad()
     def evaluate(self, *inputs: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """Return the loss of `step` without gradients. Collective."""
-        with self._prepared(inputs, kwargs, target, needs_target=True):
+        with self._load_micro_batches(inputs, kwargs, target, needs_target=True):
             run_forwards(self._parts, self._order, self._group.group, self._device)
             return self._average_loss()
 
     @torch.no_grad()
     def forward(self, *inputs: Any, **kwargs: Any) -> Tensor | None:
         """Return the model's output without gradients on the ranks of the last stage, None on others. Collective."""
-        with self._prepared(inputs, kwargs, None, needs_target=False):
+        with self._load_micro_batches(inputs, kwargs, None, needs_target=False):
             outputs = run_forwards(self._parts, self._order, self._group.group, self._device)
             return torch.cat(outputs) if outputs else None
 
@@ -110,7 +110,7 @@ class Pipeline(nn.Module):
         return next((stage for stage in self._parts if stage.port.is_last), None)
 
     @contextlib.contextmanager
-    def _prepared(
+    def _load_micro_batches(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, needs_target: bool, trains: bool = False
     ) -> Iterator[None]:
         """Give the stages their micro-batches, and take them away afterwards.
@@ -132,14 +132,14 @@ class Pipeline(nn.Module):
                     )
                 targets = split_tree(target, batch, self._order.microbatches, "the target")
             seen = (*describe_inputs(*calls[0]), self.training)
-            if seen != self._seen:
+            if seen != self._scheduled_inputs:
                 boundary = check_boundary(self._split, *calls[0])
                 for stage in self._parts:
                     stage.port.boundary = boundary.to(stage.sharding.find_hidden_dtype(boundary))
         except MoefxError as found:
             error = found
-        if self._seen is None or seen not in (None, self._seen):
-            self._agree(error, seen)
+        if self._scheduled_inputs is None or seen not in (None, self._scheduled_inputs):
+            self._rebuild_schedule(error, seen)
         elif error is not None:
             raise error
         for stage in self._parts:
@@ -148,7 +148,7 @@ class Pipeline(nn.Module):
         try:
             yield
         except BaseException:
-            self._seen = self._schedule = None  # torch's schedule keeps the losses of a step that failed
+            self._scheduled_inputs = self._schedule = None  # torch's schedule keeps the losses of a step that failed
             raise
         finally:
             for stage in self._parts:
@@ -156,16 +156,16 @@ class Pipeline(nn.Module):
             for module in self._sharded:  # they stay gathered after a forward, and would hide new values
                 module.reshard()
 
-    def _agree(self, error: Exception | None, seen: Any) -> None:
+    def _rebuild_schedule(self, error: Exception | None, seen: Any) -> None:
         """Build torch's schedule for inputs of new shapes, if all ranks of the pipeline have the same ones."""
-        self._seen = None
+        self._scheduled_inputs = None
         described = self._group.raise_together(error, seen)
         if any(other != seen for other in described):
             self._group.raise_together(
                 InvalidInput(f"ranks of a pipeline pass inputs of different shapes: {described}. Pass the same inputs")
             )
         self._schedule = self._order.build(self._parts, self._group.group, self._device)
-        self._seen = seen
+        self._scheduled_inputs = seen
 
     def _average_loss(self) -> Tensor:
         losses = [] if self._last is None else self._last.port.losses

@@ -21,15 +21,14 @@ from ...errors import InvalidInput, InvalidPlan, NoMoEBlockFound
 from ...ir.argument_binding import ExampleInputs
 from ...planner.decision import Decision
 from ...runtime.block_forward import find_rewritten_blocks
-from ...runtime.ranks.sharding import format_mesh, resolve_expert_axes
+from ...runtime.ranks.sharding import PIPELINE_AXIS, format_mesh, resolve_expert_axes
 from ...runtime.ranks.staged_models import refuse_pipeline
 from ..training_wiring import mark_as_spread
 from .pipeline_model import Pipeline
 from .pipeline_schedules import Stage, StageOrder, order_stages
-from .pipeline_stages import STAGES
 from .stage_modules import StagePort
-from .stage_planning import choose_counts, decide_plan, read_model
-from .stage_sharding import AxisNames, DataLayout, StageSharding, count_data_ranks, recompute_layers, settle_zero
+from .stage_planning import choose_counts, decide_plan, survey_for_planner
+from .stage_sharding import AxisNames, DataLayout, StageSharding, count_data_ranks, recompute_layers, resolve_zero
 from .stage_split import (
     Split,
     StageSplit,
@@ -103,15 +102,17 @@ def pipeline(
         NoMoEBlockFound: no block of any stage was rewritten.
     """
     plan, (name, counts) = _check_call(model, mesh, plan, loss_fn), read_split(split)
-    order = order_stages(schedule, mesh[STAGES].size(), microbatches, None if counts is None else len(counts), chunks)
-    sizes = {axis: mesh[axis].size() for axis in mesh.mesh_dim_names or () if axis != STAGES}
+    order = order_stages(
+        schedule, mesh[PIPELINE_AXIS].size(), microbatches, None if counts is None else len(counts), chunks
+    )
+    sizes = {axis: mesh[axis].size() for axis in mesh.mesh_dim_names or () if axis != PIPELINE_AXIS}
     planned, data_ranks = dict(plan.layout or ()), count_data_ranks(sizes, plan)
-    zero = settle_zero(data, zero, planned.get("zero"), data_ranks, order.kind.splits_backward)
+    zero = resolve_zero(data, zero, planned.get("zero"), data_ranks, order.kind.splits_backward)
     sharding = StageSharding(data, shard_axes, replicate_axes, mp_policy, zero)
     sharding.check_ranks(math.prod(sizes.values()))
     recompute = bool(planned.get("recompute")) if recompute is None else recompute
     done = {**order.sizes, "recompute": int(recompute), "zero": zero if data_ranks > 1 else planned.get("zero", 0)}
-    plan = _settle_layout(plan, done)
+    plan = _remove_done_sizes(plan, done)
     group = StageGroup(mesh, list(model.state_dict()))
     cut, plan, decision = _plan_stages(model, mesh, plan, order, name, counts, example_inputs)
     stage_mesh = mesh[tuple(sizes)] if sizes else None
@@ -119,7 +120,7 @@ def pipeline(
     missing: list[str] = []
     error: Exception | None = None
     try:
-        for number in order.list_stages(mesh[STAGES].get_local_rank()):
+        for number in order.list_stages(mesh[PIPELINE_AXIS].get_local_rank()):
             port = StagePort(number, number == cut.num_stages - 1, loss_fn, microbatches)
             stage_model, why = _compile_stage(model, cut, number, plan, stage_mesh, example_inputs)
             if decision is not None and RECORD in vars(stage_model):
@@ -147,10 +148,10 @@ def pipeline(
 
 def _check_call(model: nn.Module, mesh: DeviceMesh, plan: Plan | str | None, loss_fn: Any) -> Plan:
     """Check the arguments of `pipeline` that need no model, and return the plan."""
-    if not isinstance(mesh, DeviceMesh) or STAGES not in (mesh.mesh_dim_names or ()):
+    if not isinstance(mesh, DeviceMesh) or PIPELINE_AXIS not in (mesh.mesh_dim_names or ()):
         shown = format_mesh(mesh) if isinstance(mesh, DeviceMesh) and mesh.mesh_dim_names else repr(mesh)
         raise InvalidPlan(
-            f"the mesh ({shown}) has no axis {STAGES!r} for the stages: "
+            f"the mesh ({shown}) has no axis {PIPELINE_AXIS!r} for the stages: "
             'init_device_mesh(device, (stages, ranks), mesh_dim_names=("pp", "ep"))'
         )
     if plan is None:
@@ -178,7 +179,7 @@ def _check_call(model: nn.Module, mesh: DeviceMesh, plan: Plan | str | None, los
     return plan
 
 
-def _settle_layout(plan: Plan, done: dict[str, int]) -> Plan:
+def _remove_done_sizes(plan: Plan, done: dict[str, int]) -> Plan:
     """Take out of a planner's layout what `pipeline` does. `compile` checks the rest.
 
     Args:
@@ -235,13 +236,13 @@ def _plan_stages(
     layers, keys = find_layer_keys(model, name)
     basis, decision, reading = "as split says" if order.num_stages > 1 else "one stage", None, None
     if plan.is_undecided or (counts is None and order.num_stages > 1):
-        reading = read_model(model, layers, keys, example_inputs, plan, mesh)
+        reading = survey_for_planner(model, layers, keys, example_inputs, plan, mesh)
     if counts is None and reading is not None:
         counts, basis = choose_counts(reading, plan, mesh, order.num_stages)
     elif counts is None:
         counts = count_layers(len(keys), order.num_stages)
     if plan.is_undecided and reading is not None:
-        decision = decide_plan(reading, counts, order.list_stages(mesh[STAGES].get_local_rank()), plan, mesh)
+        decision = decide_plan(reading, counts, order.list_stages(mesh[PIPELINE_AXIS].get_local_rank()), plan, mesh)
         plan = decision.plan
         if decision.warning:
             warnings.warn(f"moefx: {decision.warning}", stacklevel=3)

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import InvalidPlan
+from ...runtime.ranks.sharding import PIPELINE_AXIS
 
-STAGES = "pp"
 _VALUES = 8  # per parameter
 
 
@@ -22,17 +22,17 @@ def check_stages(model: nn.Module, mesh: DeviceMesh) -> None:
     Raises:
         InvalidPlan: ranks of different stages hold the same model.
     """
-    if STAGES not in (mesh.mesh_dim_names or ()) or mesh[STAGES].size() == 1:
+    if PIPELINE_AXIS not in (mesh.mesh_dim_names or ()) or mesh[PIPELINE_AXIS].size() == 1:
         return
-    digests: list[Any] = [None] * mesh[STAGES].size()
-    dist.all_gather_object(digests, _digest(model), group=mesh.get_group(STAGES))
+    digests: list[Any] = [None] * mesh[PIPELINE_AXIS].size()
+    dist.all_gather_object(digests, _digest(model), group=mesh.get_group(PIPELINE_AXIS))
     alike = [stage for stage, digest in enumerate(digests) if digests.count(digest) > 1]
     if alike:
-        rest = ", ".join(repr(name) for name in mesh.mesh_dim_names or () if name != STAGES)
+        rest = ", ".join(repr(name) for name in mesh.mesh_dim_names or () if name != PIPELINE_AXIS)
         raise InvalidPlan(
-            f"the mesh has a pipeline axis {STAGES!r}, and stages {', '.join(map(str, alike))} hold the same model: "
-            "compile does not split a model, moefx.pipeline(model, mesh, ...) does. Or give compile the module of this "
-            "rank's stage (torch.distributed.pipelining), or a mesh of one stage's ranks"
+            f"the mesh has a pipeline axis {PIPELINE_AXIS!r}, and stages {', '.join(map(str, alike))} hold the same "
+            "model: compile does not split a model, moefx.pipeline(model, mesh, ...) does. Or give compile the module "
+            "of this rank's stage (torch.distributed.pipelining), or a mesh of one stage's ranks"
             + (f", mesh[{rest}]" if rest else "")
         )
 

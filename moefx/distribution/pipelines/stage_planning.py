@@ -22,14 +22,13 @@ from ...planner.mesh_axes import AxisUse, list_axis_uses
 from ...planner.platforms import Platform
 from ...planner.search import choose_layout_dispatch
 from ...planner.stage_times import cut_by_time, predict_layer_times
-from ...runtime.ranks.reductions import TENSOR_AXIS
+from ...runtime.ranks.sharding import PIPELINE_AXIS, TENSOR_AXIS
 from ..mesh_agreement import gather_by_rank
-from .pipeline_stages import STAGES
 from .stage_split import count_layers
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelReading:
+class PlannerSurvey:
     """The planner's view of a whole model on this rank.
 
     Attributes:
@@ -58,9 +57,9 @@ class ModelReading:
         return facts, facts.model
 
 
-def read_model(
+def survey_for_planner(
     model: nn.Module, layers: str, keys: tuple[str, ...], example_inputs: Any, plan: Plan, mesh: DeviceMesh
-) -> ModelReading:
+) -> PlannerSurvey:
     """Survey a whole model for the planner. Nothing runs on a device, and ranks do not communicate.
 
     Args:
@@ -75,10 +74,10 @@ def read_model(
     except MoefxError as error:
         facts = f"{type(error).__name__}: {error}"
     has_experts = tuple(any(block.startswith(f"{layers}.{key}.") for block in blocks) for key in keys)
-    return ModelReading(facts, layers, has_experts)
+    return PlannerSurvey(facts, layers, has_experts)
 
 
-def choose_counts(reading: ModelReading, plan: Plan, mesh: DeviceMesh, num_stages: int) -> tuple[tuple[int, ...], str]:
+def choose_counts(reading: PlannerSurvey, plan: Plan, mesh: DeviceMesh, num_stages: int) -> tuple[tuple[int, ...], str]:
     """Choose the number of layers of each stage for `split="auto"`: stages of equal predicted time, or of equal numbers
     of layers if the planner cannot read the model. Collective over the mesh: all ranks take the cut of the first one.
 
@@ -92,20 +91,20 @@ def choose_counts(reading: ModelReading, plan: Plan, mesh: DeviceMesh, num_stage
     try:
         facts, model = reading.require_facts()
         layout, experts_first = _find_layout(facts, model, plan, mesh)
-        counts = cut_reading(reading, layout, facts.local.platform, experts_first, num_stages)
+        counts = cut_by_predicted_time(reading, layout, facts.local.platform, experts_first, num_stages)
         basis = f"equal predicted times, by the figures of {facts.local.figures}"
     except MoefxError as error:
         basis = f"equal numbers of layers, because no times can be predicted: {str(error).splitlines()[0]}"
     return min(gather_by_rank(mesh, (counts, basis)).items())[1]
 
 
-def cut_reading(
-    reading: ModelReading,
+def cut_by_predicted_time(
+    reading: PlannerSurvey,
     layout: Layout,
     platform: Platform,
     experts_first: bool,
     num_stages: int,
-    most_layers: int | None = None,
+    max_layers: int | None = None,
 ) -> tuple[int, ...]:
     """Return the number of layers of each stage, for stages of equal predicted time.
 
@@ -113,7 +112,7 @@ def cut_reading(
         UnknownArchitecture: the planner cannot read the model. InvalidPlan: the layout does not fit it.
     """
     times = predict_layer_times(reading.require_facts()[1], layout, platform, experts_first)
-    return cut_by_time(times.of_layers(reading.has_experts), times.head, num_stages, most_layers)
+    return cut_by_time(times.of_layers(reading.has_experts), times.head, num_stages, max_layers)
 
 
 def _find_layout(facts: Facts, model: Architecture, plan: Plan, mesh: DeviceMesh) -> tuple[Layout, bool]:
@@ -128,7 +127,7 @@ def _find_layout(facts: Facts, model: Architecture, plan: Plan, mesh: DeviceMesh
 
 def _find_first_use(plan: Plan, mesh: DeviceMesh) -> AxisUse:
     """Return how the ranks of a stage share experts and tokens: the first use if the plan leaves it open."""
-    sizes = {name: mesh[name].size() for name in mesh.mesh_dim_names or () if name != STAGES}
+    sizes = {name: mesh[name].size() for name in mesh.mesh_dim_names or () if name != PIPELINE_AXIS}
     ranks, shared = math.prod(sizes.values()), plan.sequence_axis or TENSOR_AXIS
     if ranks == 1 or dict(plan.layout or ()).get("ep") == 1:
         tp = sizes.get(shared, 1)
@@ -137,7 +136,7 @@ def _find_first_use(plan: Plan, mesh: DeviceMesh) -> AxisUse:
 
 
 def decide_plan(
-    reading: ModelReading, counts: tuple[int, ...], own_stages: list[int], plan: Plan, mesh: DeviceMesh
+    reading: PlannerSurvey, counts: tuple[int, ...], own_stages: list[int], plan: Plan, mesh: DeviceMesh
 ) -> Decision:
     """Decide the fields that a plan leaves open, for this rank's stages. All ranks decide alike on the axes; each stage
     has a checkpoint policy of its own. Collective over the mesh.
@@ -151,13 +150,13 @@ def decide_plan(
     facts = reading.facts
     if isinstance(facts, Facts) and isinstance(facts.model, Architecture):
         facts = dataclasses.replace(facts, model=_reduce_architecture(facts.model, reading, counts, own_stages))
-    stage_ranks = mesh.size() // mesh[STAGES].size()
+    stage_ranks = mesh.size() // mesh[PIPELINE_AXIS].size()
     is_whole = mesh.size() == dist.get_world_size()
     return decide(gather_by_rank(mesh, facts), dist.get_rank(), mesh if stage_ranks > 1 else None, is_whole=is_whole)
 
 
 def _reduce_architecture(
-    whole: Architecture, reading: ModelReading, counts: tuple[int, ...], own_stages: list[int]
+    whole: Architecture, reading: PlannerSurvey, counts: tuple[int, ...], own_stages: list[int]
 ) -> Architecture | None:
     """Return the architecture of the stages of one rank together, None without experts."""
     ends = list(itertools.accumulate(counts, initial=0))

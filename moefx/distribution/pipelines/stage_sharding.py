@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ..._plan import Plan
 from ...errors import InvalidInput, InvalidPlan
 from ...runtime.block_forward import get_rewritten_forward
-from ...runtime.ranks.reductions import TENSOR_AXIS
+from ...runtime.ranks.sharding import TENSOR_AXIS
 from ..data_parallelism import parallelize
 
 DataLayout = Literal["fsdp", "ddp", "hsdp"]
@@ -81,7 +81,7 @@ def count_data_ranks(sizes: Mapping[str, int], plan: Plan) -> int:
     return math.prod(size for axis, size in sizes.items() if axis not in shared)
 
 
-def settle_zero(data: str, zero: int | None, planned: int | None, data_ranks: int, splits_backward: bool) -> int:
+def resolve_zero(data: str, zero: int | None, planned: int | None, data_ranks: int, splits_backward: bool) -> int:
     """Return the stage of ZeRO that `pipeline(data=data, zero=zero)` runs.
 
     Args:

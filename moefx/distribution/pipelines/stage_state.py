@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import InvalidInput
+from ...runtime.ranks.sharding import PIPELINE_AXIS
 from ...runtime.ranks.staged_models import STAGED
-from .pipeline_stages import STAGES
 
 
 class StageGroup:
@@ -24,7 +24,7 @@ class StageGroup:
 
     def __init__(self, mesh: DeviceMesh, names: list[str]):
         self.mesh, self.names = mesh, names
-        self.group: dist.ProcessGroup = mesh.get_group(STAGES)
+        self.group: dist.ProcessGroup = mesh.get_group(PIPELINE_AXIS)
         self.ranks = dist.get_process_group_ranks(self.group)
 
     def gather(self, value: Any) -> list[Any]:

@@ -352,7 +352,7 @@ def _gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
 
         ctx.delayed = DelayedGradients(range(5, len(ctx.needs)), compute_delayed)
         return gradients
-    later.compute_matrices = compute_matrices
+    later.compute_matrices = compute_matrices  # pyright: ignore[reportOptionalMemberAccess]
     return [*gradients[:9], up[0].new_empty(0)]
 
 

@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from ...capture.arguments.block_arguments import TWICE_THE_TOKENS, Arguments
+from ...capture.arguments.block_arguments import COST_OF_DOUBLE_TOKENS, Arguments
 from ...capture.sizes.size_guards import SizeGuard
 
 MAX_TOKENS = 600
@@ -97,7 +97,7 @@ def _hold(guards: Sequence[SizeGuard], sizes: dict[str, int]) -> bool:
 def _cost(arguments: Arguments, tokens: int) -> Callable[[dict[str, int]], int]:
     def cost(sizes: dict[str, int]) -> int:
         distance = abs(arguments.tokens_per_unit * math.prod(sizes.values()) - tokens)
-        return arguments.numbers.cost(sizes, arguments.tokens_per_unit) + TWICE_THE_TOKENS * distance // tokens
+        return arguments.numbers.cost(sizes, arguments.tokens_per_unit) + COST_OF_DOUBLE_TOKENS * distance // tokens
 
     return cost
 

@@ -23,11 +23,11 @@ from ...errors import Cause, Refused
 from ..facts.graph_nodes import is_matrix_of_integers, is_random
 from ..terms.parameter_slices import ParameterSlice, is_parameter_slice, is_state_slice, strip_moves
 from ..terms.term import Term, constant_value, format_term
-from .canonical_form import Body, CapturedGroup, Choice, NodeRef
+from .canonical_form import Body, CapturedGroup, NodeRef, SlotPosition
 from .expert_owners import ExpertOwners
 from .value_lookup import ValueLookup
 
-Positions = list[Choice]  # of each summand
+Positions = list[SlotPosition]  # of each summand
 
 
 class Skeletons:

@@ -22,7 +22,7 @@ from ...capture.code_locations import Source
 from ...capture.sizes.size_guards import SizeGuard
 from ..terms.parameter_slices import ParameterSlice
 
-Choice = tuple[int, int, int]  # token, slot, expert
+SlotPosition = tuple[int, int, int]  # token, slot, expert
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,7 @@ from ...capture.capture_result import Capture
 from ...errors import Cause, Refused
 from ..terms.parameter_slices import ParameterSlice, is_state_slice
 from ..terms.term import Term, constant_value, is_const
-from .canonical_form import Body, CanonicalForm, CapturedGroup, Choice, NodeRef
+from .canonical_form import Body, CanonicalForm, CapturedGroup, NodeRef, SlotPosition
 from .value_lookup import ValueLookup
 
 _LinearSum = dict[tuple[Term | None, tuple[Term, ...]], float]  # (row, scalar factors) -> coefficient
@@ -90,7 +90,7 @@ class ChoiceSums:
             tables = [table | hinted_table for table, hinted_table in zip(group.tables, other.tables, strict=True)]
             self.groups |= {e: (group, tables) for e in {*group.ids, *other.ids}}
 
-    def is_sum_of_choices(self, slots: list[Choice], parts: list[Term]) -> bool:
+    def is_sum_of_choices(self, slots: list[SlotPosition], parts: list[Term]) -> bool:
         """Return whether the summands of a token are the sum over its slots.
 
         Args:
@@ -105,15 +105,15 @@ class ChoiceSums:
             _add(actual, self._expand_row(part))
         return _round(expected) == _round(actual)
 
-    def has_effect(self, slot: Choice) -> bool:
+    def has_effect(self, slot: SlotPosition) -> bool:
         """Return whether a slot contributes anything."""
         return bool(_round(self._expand_choice(slot)))
 
-    def _expand_choice(self, slot: Choice) -> _LinearSum:
+    def _expand_choice(self, slot: SlotPosition) -> _LinearSum:
         known = self.groups.get(slot[2])
         return self._expand_row(self._build_summand(known[0].body, slot)) if known is not None else {}
 
-    def _build_summand(self, body: Body, slot: Choice) -> Term:
+    def _build_summand(self, body: Body, slot: SlotPosition) -> Term:
         """Build the summand of one slot. A value that no token has becomes an opaque term."""
         group, tables = self.groups[slot[2]]
         term: Term | None = None

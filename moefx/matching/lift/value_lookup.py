@@ -28,7 +28,7 @@ from torch import fx
 from ..facts.graph_nodes import line
 from ..terms.node_semantics import Semantics
 from ..terms.term import Term, is_const
-from .canonical_form import CanonicalForm, Choice, NodeRef
+from .canonical_form import CanonicalForm, NodeRef, SlotPosition
 from .lift_options import LiftOptions
 
 
@@ -111,9 +111,9 @@ class SlotEffects:
             is zero at most of them.
     """
 
-    counted: Sequence[Choice] = ()
-    dropped: Sequence[Choice] = ()
-    doubtful: Sequence[Choice] = ()
+    counted: Sequence[SlotPosition] = ()
+    dropped: Sequence[SlotPosition] = ()
+    doubtful: Sequence[SlotPosition] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -194,7 +194,7 @@ class ValueLookup:
             index_by_axis[axis] = i
         return self.semantics.terms.resolve(self.semantics.terms.pick_axes(term, index_by_axis))
 
-    def _get_value(self, ref: NodeRef, slot: Choice) -> Term | None:
+    def _get_value(self, ref: NodeRef, slot: SlotPosition) -> Term | None:
         element = self.get_element(ref, *slot)
         return element and self._as_scalar(element)
 
@@ -226,7 +226,7 @@ class ValueLookup:
         return [ref for ref in self.with_repeated if set(ref.axes) == {"t"} and is_zero(ref)]
 
     def find(
-        self, positions: list[Choice], terms: list[Term], slots: bool = True, wide: bool = False
+        self, positions: list[SlotPosition], terms: list[Term], slots: bool = True, wide: bool = False
     ) -> NodeRef | None:
         """Find the candidate whose element at every position is the given term.
 
@@ -304,11 +304,11 @@ class ValueLookup:
             return next(masks, first)
         return max(masks, key=lambda ref: self._count_zeros(ref, doubtful), default=first)
 
-    def _count_zeros(self, ref: NodeRef, positions: Sequence[Choice]) -> int:
+    def _count_zeros(self, ref: NodeRef, positions: Sequence[SlotPosition]) -> int:
         elements = (self.get_element(ref, *at) for at in positions)
         return sum(element is None or is_const(element, 0) for element in elements)
 
-    def _find_columns(self, positions: list[Choice], terms: list[Term]) -> NodeRef | None:
+    def _find_columns(self, positions: list[SlotPosition], terms: list[Term]) -> NodeRef | None:
         """Find one candidate per slot."""
         columns = []
         for k in range(self.axes.slots):

@@ -324,7 +324,7 @@ class ExpertBodyEmitter:
         args = [_scalar(op, i, a) for i, a in enumerate(args)]
         template = next(a for a in args if isinstance(a, fx.Node))
         args = [
-            self.call(aten.full_like.default, (template, a)) if _is_tensor_there(op, i, a) else a
+            self.call(aten.full_like.default, (template, a)) if _needs_tensor(op, i, a) else a
             for i, a in enumerate(args)
         ]
         return self.call(op, tuple(args), kwargs)
@@ -369,6 +369,6 @@ def _scalar(op: Any, position: int, value: Any) -> Any:
     return value
 
 
-def _is_tensor_there(op: Any, position: int, value: Any) -> bool:
+def _needs_tensor(op: Any, position: int, value: Any) -> bool:
     """Return whether an argument is a number although the op takes only a tensor at this position."""
     return isinstance(value, (int, float)) and "Tensor" in str(op._schema.arguments[position].type)

@@ -14,9 +14,9 @@ from ..step_formulas import compute_row_widths
 from .network import build_fabric, draw_slowdowns
 from .routing_skew import compute_zipf_weights, count_choices, count_traffic, draw_choices
 
-_MOST_TOKENS = 2**19  # drawn tokens in all, about a second on one core
+_MAX_TOKENS = 2**19  # drawn tokens in all, about a second on one core
 _AT_ONCE = 2**15  # tokens of a chunk that fits the cache
-_MOST, _REPEATS = 64, 4  # drawn exchanges, and consecutive ones with the same popular experts
+_MAX_EXCHANGES, _REPEATS = 64, 4  # drawn exchanges, and consecutive ones with the same popular experts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ def draw_exchanges(
     width = compute_row_widths(model, layout)[{"flat": "w1", "gather": "w_all"}.get(layout.dispatch, "w")]
     latencies = [n.latency for n in networks] if by_level else [max(n.latency for n in networks)]
     tokens = max(layout.sequences * layout.tokens // (layout.tp if layout.ssmb else 1), 1)
-    number = max(min(_MOST, _MOST_TOKENS // (layout.ep * tokens)), 1)
+    number = max(min(_MAX_EXCHANGES, _MAX_TOKENS // (layout.ep * tokens)), 1)
     repeats = min(_REPEATS, number)
     loads, hops, beside, handling = [], [], [], []
     for i in range(number - number % repeats):

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from ..layout import PlannedDispatch
 
-_MOST = 2**40  # weight of the most popular expert. Integer weights exclude that rounding draws an expert twice.
+_MAX_WEIGHT = 2**40  # weight of the most popular expert. Integer weights exclude that rounding draws an expert twice.
 
 
 def compute_zipf_weights(num_experts: int, skew: float) -> Tensor:
     """Return integer weights of the experts by Zipf's law, int64 [E]: the n-th one has n^-skew of the first."""
     order = torch.arange(1, num_experts + 1, dtype=torch.float64)
-    return (_MOST * order**-skew).round().long().clamp(min=1)
+    return (_MAX_WEIGHT * order**-skew).round().long().clamp(min=1)
 
 
 def draw_choices(weights: Tensor, num_tokens: int, top_k: int, generator: torch.Generator) -> Tensor:

@@ -20,7 +20,7 @@ from .network import estimate_ring
 
 
 @dataclasses.dataclass(frozen=True)
-class Experts:
+class ExpertSeconds:
     """Seconds of a rank's experts in a layer: `fixed` + `by_rows` * (its routed rows over the mean of all ranks)."""
 
     fixed: float
@@ -29,15 +29,15 @@ class Experts:
     def seconds(self, load: Tensor) -> Tensor:
         return self.fixed + self.by_rows * load
 
-    def __add__(self, other: Experts) -> Experts:
-        return Experts(self.fixed + other.fixed, self.by_rows + other.by_rows)
+    def __add__(self, other: ExpertSeconds) -> ExpertSeconds:
+        return ExpertSeconds(self.fixed + other.fixed, self.by_rows + other.by_rows)
 
-    def times(self, factor: float) -> Experts:
-        return Experts(self.fixed * factor, self.by_rows * factor)
+    def times(self, factor: float) -> ExpertSeconds:
+        return ExpertSeconds(self.fixed * factor, self.by_rows * factor)
 
 
 @dataclasses.dataclass(frozen=True)
-class Pass:
+class PassSeconds:
     """Seconds of a forward or backward of a micro-batch on a stage, without exchanges of rows.
 
     Attributes:
@@ -50,11 +50,11 @@ class Pass:
     dense: float
     tensor: float
     parameters: float
-    experts: Experts
+    experts: ExpertSeconds
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
+class StageWork:
     """The work of a stage.
 
     Attributes:
@@ -66,16 +66,16 @@ class Stage:
     """
 
     moe_layers: int
-    forward: Pass
-    backward: Pass
-    weights: Pass
+    forward: PassSeconds
+    backward: PassSeconds
+    weights: PassSeconds
     again: int
     transfer: float
     gradients: float
     optimizer: float
 
 
-def build_stages(model: Architecture, layout: Layout, platform: Platform, experts_first: bool) -> list[Stage]:
+def build_stages(model: Architecture, layout: Layout, platform: Platform, experts_first: bool) -> list[StageWork]:
     """Build the work of all stages in their order.
 
     Raises:
@@ -99,18 +99,18 @@ def build_stages(model: Architecture, layout: Layout, platform: Platform, expert
             "n_emb": values["n_emb"] if i == 0 or is_last else 0, "n_p2p": 1,
         }  # fmt: skip
         one, two = (formulas(**stage_values | {"skew": skew}) for skew in (1.0, 2.0))
-        stages.append(_stage(with_experts, stage_values, one, two, layout.pp > 1))
+        stages.append(_build_stage(with_experts, stage_values, one, two, layout.pp > 1))
     return stages
 
 
-def _stage(
+def _build_stage(
     moe_layers: int, values: dict[str, float], one: dict[str, float], two: dict[str, float], sends: bool
-) -> Stage:
+) -> StageWork:
     """Build a stage from the results for a rank with the mean load (`one`) and with twice that load (`two`)."""
 
-    def experts(name: str) -> Experts:
+    def experts(name: str) -> ExpertSeconds:
         by_rows = two[name] - one[name]
-        return Experts(one[name] - by_rows, by_rows)
+        return ExpertSeconds(one[name] - by_rows, by_rows)
 
     layers = one["l"]
     dense = layers * one["T_attention"] + moe_layers * one["T_rest"] + (layers - moe_layers) * one["T_ffn"]
@@ -119,14 +119,14 @@ def _stage(
     forward, step = experts("T_experts"), experts("T_experts_step")
     again = values["n_again"] + values["n_up"] * (values["n_mat"] - 1) / values["n_mat"]
     tensor, parameters = (one["T_tp"] + one["T_gather"]) / (2 + values["n_again"]), one["T_params"] / 2
-    return Stage(
+    return StageWork(
         moe_layers=moe_layers,
-        forward=Pass(dense, tensor, parameters, forward),
-        backward=Pass(
+        forward=PassSeconds(dense, tensor, parameters, forward),
+        backward=PassSeconds(
             (one["n_pass"] - 1) * dense, (1 + values["n_again"]) * tensor, parameters, step + forward.times(again - 1)
         ),
         again=int(values["n_again"]),
-        weights=Pass(dense - scores, 0.0, 0.0, step + forward.times(-2)),
+        weights=PassSeconds(dense - scores, 0.0, 0.0, step + forward.times(-2)),
         transfer=one["T_p2p"] if sends else 0.0,
         gradients=one["T_grads"],
         optimizer=one["T_optimizer"],

@@ -17,7 +17,7 @@ from ..platforms import Platform
 from ..step_formulas import collect_values, find_step_sheet
 from .exchanges import draw_exchanges
 from .schedule import run_schedule
-from .stage_work import Stage, build_stages, list_expert_groups
+from .stage_work import StageWork, build_stages, list_expert_groups
 
 COMPONENTS = {  # component -> description for readers
     "compute": "GEMMs and attention", "waiting": "for the slowest rank of a group",
@@ -182,7 +182,7 @@ class _StageTimes:
     exchanges: Tensor
 
 
-def _simulate_stage(stage: Stage, load: Tensor, picked: Tensor, took: Tensor, pipelines: Tensor) -> _StageTimes:
+def _simulate_stage(stage: StageWork, load: Tensor, picked: Tensor, took: Tensor, pipelines: Tensor) -> _StageTimes:
     """Simulate one stage.
 
     Args:

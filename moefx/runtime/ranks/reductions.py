@@ -26,8 +26,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...errors import InvalidInput
 from ...util.user_code import is_user_file
+from .sharding import PIPELINE_AXIS, TENSOR_AXIS
 
-PIPELINE_AXIS, TENSOR_AXIS = "pp", "tp"  # names of mesh axes; ranks along "tp" have the same tokens
 GRADIENT_WATCH = "_moefx_gradients"  # the attribute of a spread model that holds its `GradientWatch`
 
 

@@ -18,7 +18,8 @@ from ...ir.expert_placement import Placement
 from ...util.model_copy import copy_model
 from .topology import ExpertAxis
 
-_EXPERT_AXIS, _PIPELINE_AXIS = "ep", "pp"
+# names of mesh axes; ranks along "tp" have the same tokens, unless experts are spread over it
+EXPERT_AXIS, PIPELINE_AXIS, TENSOR_AXIS = "ep", "pp", "tp"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,15 +61,15 @@ def resolve_expert_axes(mesh: DeviceMesh, wanted: str | tuple[str, ...] | None) 
         raise InvalidPlan("the axes of the mesh have no names; pass mesh_dim_names to init_device_mesh")
     if wanted is not None:
         return (wanted,) if isinstance(wanted, str) else wanted
-    if _EXPERT_AXIS not in names and len(names) > 1:
+    if EXPERT_AXIS not in names and len(names) > 1:
         raise InvalidPlan(f"which axis of the mesh ({format_mesh(mesh)}) holds the experts? Set Plan(expert_axis=...)")
-    if _EXPERT_AXIS not in names and (names[0] == _PIPELINE_AXIS or is_replica_axis(names[0])):
+    if EXPERT_AXIS not in names and (names[0] == PIPELINE_AXIS or is_replica_axis(names[0])):
         raise InvalidPlan(
             f"the mesh has no axis for experts: its only one is {names[0]!r}, whose ranks hold "
-            f"{'other stages of a pipeline' if names[0] == _PIPELINE_AXIS else 'replicas'}. Add an axis 'ep', or set "
+            f"{'other stages of a pipeline' if names[0] == PIPELINE_AXIS else 'replicas'}. Add an axis 'ep', or set "
             "Plan(expert_axis=...)"
         )
-    return (_EXPERT_AXIS,) if _EXPERT_AXIS in names else (names[0],)
+    return (EXPERT_AXIS,) if EXPERT_AXIS in names else (names[0],)
 
 
 def is_replica_axis(axis: str) -> bool:
