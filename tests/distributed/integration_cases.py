@@ -196,10 +196,8 @@ def case_smoothed_labels_are_shifted() -> None:
 
 def case_adapters() -> None:
     """Train adapters that were added before `compile`, resume, and write them as PEFT does."""
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError:
-        return
+    from peft import LoraConfig, get_peft_model
+
     folder, states = create_shared_folder(), []
     for resumed in (None, f"{folder}/checkpoint-2"):
         model = get_peft_model(build_model(layers=1), LoraConfig(r=2, target_modules=["q_proj"])).double()

@@ -101,9 +101,31 @@ def test_parallelized_models_train_as_the_original(four_ranks, case):
 
 
 @pytest.mark.hf
-@for_each_case("integration_cases")
+@for_each_case(
+    "integration_cases",
+    "case_training_equals_one_process",
+    "case_loops_with_accelerate",
+    "case_plain_libraries_are_refused",
+    "case_mistakes",
+)
 def test_trainer_and_accelerate_train_as_one_process_or_are_refused(four_ranks, case):
     pytest.importorskip("accelerate")
+    pytest.importorskip("transformers", minversion="5.17")
+    four_ranks(*case)
+
+
+@pytest.mark.hf
+@pytest.mark.exhaustive
+@for_each_case(
+    "integration_cases",
+    "case_the_best_model_is_loaded",
+    "case_smoothed_labels_are_shifted",
+    "case_loops_with_separate_experts",
+    "case_adapters",
+)
+def test_more_of_trainer_and_accelerate(four_ranks, case):
+    pytest.importorskip("accelerate")
+    pytest.importorskip("peft")
     pytest.importorskip("transformers", minversion="5.17")
     four_ranks(*case)
 
