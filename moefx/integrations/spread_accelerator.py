@@ -25,7 +25,8 @@ class SpreadAccelerator(Accelerator):
 
     A spread model is not wrapped: it reduces its gradients itself. `accumulate` and `no_sync` leave out communication.
     `clip_grad_norm_` takes the norm over all ranks. `save_state` writes each rank's parts, and `load_state` loads them
-    over this mesh or another one. `get_state_dict` returns all experts, on the main process.
+    over this mesh or another one. `get_state_dict` returns all experts, on the main process. Hooks that the user
+    registers for `save_state` and `load_state` get no models, because `Accelerator` would save one rank's part.
 
         model = moefx.parallelize(moefx.compile(model, mesh=mesh), mesh)
         optimizer = torch.optim.AdamW(model.parameters())
