@@ -108,7 +108,7 @@ def decide(
         use = min(choices, key=lambda use: _rank_slowest_stage(use, candidates))
         if not any(_rank_slowest_stage(use, candidates)[:1]) or use.tp * use.dp == 1:
             break
-    own = sorted(candidates.get(own_stage.stage, []), key=lambda candidate: candidate.rank)
+    own = sorted(candidates.get(own_stage.stage, []), key=lambda candidate: candidate.sort_key)
     first = next((candidate for candidate in own if candidate.use == use), None)
     shown = (first, *(candidate for candidate in own if candidate is not first)) if first else ()
     warning = _format_shortage_warning(first, own_stage) if first and first.lacking > 0 else ""
@@ -200,7 +200,9 @@ def _estimate_candidates(choices: list[AxisUse], model: Architecture, facts: Fac
 
 def _rank_slowest_stage(use: AxisUse, candidates: Mapping[int, list[Candidate]]) -> tuple[float, ...]:
     """Return the rank of a use: its best candidate on each stage, and the slowest stage's one."""
-    best = (min(candidate.rank for candidate in of_stage if candidate.use == use) for of_stage in candidates.values())
+    best = (
+        min(candidate.sort_key for candidate in of_stage if candidate.use == use) for of_stage in candidates.values()
+    )
     return max(best, default=(0.0,))
 
 

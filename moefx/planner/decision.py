@@ -64,8 +64,8 @@ class Candidate:
         return self.entry.seconds - (self.entry.layout.microbatches - 1) * self.entry.step["T_micro"]
 
     @property
-    def rank(self) -> tuple[float, ...]:
-        """Sort key: candidates that fit by time, then the others by lacking memory."""
+    def sort_key(self) -> tuple[float, ...]:
+        """Candidates that fit by time, then the others by lacking memory."""
         return (1.0, self.lacking) if self.lacking > 0 else (0.0, self.seconds, self.entry.memory["M_gpu"])
 
     def __str__(self) -> str:

@@ -88,9 +88,9 @@ def search_layouts(
     rejected, shortages = _Reasons(), _Shortages()
     request = SearchRequest(batch, tokens, max_sequences, max_span, schedules)
     entries = list(_list_entries(model, platform, num_ranks, request, rejected, shortages))
-    there = {_size_key(entry.layout) for entry in entries}
+    fitting_sizes = {_size_key(entry.layout) for entry in entries}
     reasons = [Rejected(tuple(map(dict, sizes)), why) for why, sizes in rejected.items()]
-    reasons += [_describe_shortage(sizes, *miss) for sizes, miss in shortages.items() if sizes not in there]
+    reasons += [_describe_shortage(sizes, *miss) for sizes, miss in shortages.items() if sizes not in fitting_sizes]
     entries.sort(key=lambda entry: (entry.seconds, entry.memory["M_gpu"]))
     return SearchResult(request, tuple(entries), tuple(reasons))
 
@@ -121,17 +121,17 @@ def _list_entries(
     """Yield all layouts that fit, unordered. Adds the reasons against the others to `rejected` and `shortages`."""
     max_span = request.fast_domain
     for layout in _list_layouts(model, platform, num_ranks, request, rejected):
-        least = layout.tp if layout.ssmb else 1  # ranks that are neighbours in both placements
-        placements = [first for first in (True, False) if first or least < layout.ep < layout.tp * layout.dp]
-        near = [
-            first
-            for first in placements
-            if not max_span or layout.ep == 1 or _compute_axis_span(layout, first) <= max_span
+        min_ep = layout.tp if layout.ssmb else 1  # its ranks are neighbours in both placements
+        placements = (True, False) if min_ep < layout.ep < layout.tp * layout.dp else (True,)  # whether experts first
+        allowed = [
+            placement
+            for placement in placements
+            if not max_span or layout.ep == 1 or _compute_axis_span(layout, placement) <= max_span
         ]
-        if not near:
+        if not allowed:
             _reject(rejected, f"crosses the fast domain of {max_span} ranks (Piper eq. 10)", EP=layout.ep)
             continue
-        dispatches = {first: choose_layout_dispatch(model, layout, platform, first) for first in near}
+        dispatches = {placement: choose_layout_dispatch(model, layout, platform, placement) for placement in allowed}
         orders = _list_schedules(model, layout, request.schedules)
         for (kept, recompute), (schedule, chunks) in itertools.product(_POLICIES, orders):
             fitting = {}
@@ -140,12 +140,12 @@ def _list_entries(
                     layout, dispatch=dispatch, kept=kept, recompute=recompute, schedule=schedule, chunks=chunks
                 )
                 fitting[dispatch] = _find_fitting_zero(model, tried, platform, shortages)
-            placed: list[Entry] = []
-            for first, dispatch in dispatches.items():
+            entries: list[Entry] = []
+            for experts_first, dispatch in dispatches.items():
                 if (fits := fitting[dispatch]) is not None:
-                    placed.append(_build_entry(model, fits[0], platform, first, fits[1]))
+                    entries.append(_build_entry(model, fits[0], platform, experts_first, fits[1]))
             # the usual placement if the other one is not faster
-            yield from placed if len({entry.seconds for entry in placed}) > 1 else placed[:1]
+            yield from entries if len({entry.seconds for entry in entries}) > 1 else entries[:1]
 
 
 def estimate_entry(model: Architecture, layout: Layout, platform: Platform, experts_first: bool = True) -> Entry:

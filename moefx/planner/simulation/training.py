@@ -117,36 +117,36 @@ def _simulate_step(
     stragglers: bool,
 ) -> SimulatedStep:  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
-    by_chance = torch.Generator().manual_seed(int(torch.randint(2**62, (), generator=generator)))
+    straggler_generator = torch.Generator().manual_seed(int(torch.randint(2**62, (), generator=generator)))
     layout.values(model)  # raises if they do not fit
     groups, pipelines = list_expert_groups(layout, experts_first)
     drawn = draw_exchanges(model, layout, platform, groups, skew, generator)
     stages = build_stages(model, layout, platform, experts_first)
     patterns, first_layer = len(drawn) // drawn.repeats, 0
-    works: list[_StageTimes] = []
+    stage_times: list[_StageTimes] = []
     for stage in stages:
         layers = torch.arange(first_layer, first_layer + stage.moe_layers)
         first_layer += stage.moe_layers
         shape = (stage.moe_layers, layout.microbatches, len(groups))
-        picked = torch.randint(drawn.repeats, shape, generator=generator)
-        picked += drawn.repeats * (layers % patterns)[:, None, None]
-        took = drawn.seconds(picked, by_chance if stragglers else None)
-        works.append(_simulate_stage(stage, drawn.load, picked, took, pipelines))
-    forward, backward, weights = (torch.stack([getattr(w, name) for w in works]) for name in _DURATIONS)
-    apart = weights if layout.schedule.startswith("zb") else None
+        exchange_ids = torch.randint(drawn.repeats, shape, generator=generator)
+        exchange_ids += drawn.repeats * (layers % patterns)[:, None, None]
+        exchange_seconds = drawn.seconds(exchange_ids, straggler_generator if stragglers else None)
+        stage_times.append(_simulate_stage(stage, drawn.load, exchange_ids, exchange_seconds, pipelines))
+    forward, backward, weights = (torch.stack([getattr(w, name) for w in stage_times]) for name in _DURATIONS)
+    weight_seconds = weights if layout.schedule.startswith("zb") else None
     timeline = run_schedule(
-        layout.schedule, forward, backward, apart, chunks=layout.chunks, transfer=stages[0].transfer
+        layout.schedule, forward, backward, weight_seconds, chunks=layout.chunks, transfer=stages[0].transfer
     )
     ended = [end[-1].max().item() for end in timeline.end]
     seconds = max(end + s.gradients + s.optimizer for end, s in zip(ended, stages, strict=True))
     most = max(range(layout.pp), key=lambda i: (forward[i] + backward[i]).sum().item())
-    parts = works[most].parts | {"gradients": stages[most].gradients, "optimizer": stages[most].optimizer}
+    parts = stage_times[most].parts | {"gradients": stages[most].gradients, "optimizer": stages[most].optimizer}
     left = seconds - sum(parts.values())
     if layout.pp > 1:
         parts["stages"] = left
     else:  # waiting for other groups at the end of the step
         parts |= {"stages": 0.0, "waiting": parts["waiting"] + left}
-    computed = torch.stack([work.computed for work in works])  # [PP, G, EP]
+    computed = torch.stack([work.computed for work in stage_times])  # [PP, G, EP]
     by_rank = torch.empty(layout.pp, layout.tp * layout.dp, dtype=torch.float64)
     by_rank[:, groups] = computed
     return SimulatedStep(
@@ -155,7 +155,7 @@ def _simulate_step(
         formulas=_evaluate_components(model, layout, platform, experts_first),
         slowest=int(by_rank.argmax()),
         imbalance=drawn.load.amax(1).mean().item(),
-        exchanges=_compute_quantiles(torch.cat([work.exchanges for work in works])) if layout.ep > 1 else (),
+        exchanges=_compute_quantiles(torch.cat([work.exchanges for work in stage_times])) if layout.ep > 1 else (),
         skew=skew, seed=seed, draws=len(drawn),
     )  # fmt: skip
 
@@ -182,23 +182,26 @@ class _StageTimes:
     exchanges: Tensor
 
 
-def _simulate_stage(stage: StageWork, load: Tensor, picked: Tensor, took: Tensor, pipelines: Tensor) -> _StageTimes:
+def _simulate_stage(
+    stage: StageWork, load: Tensor, exchange_ids: Tensor, exchange_seconds: Tensor, pipelines: Tensor
+) -> _StageTimes:
     """Simulate one stage.
 
     Args:
         load: [N, EP], the load of each rank in each drawn exchange.
-        picked: [l, M, G], the exchange of each layer, micro-batch and group.
-        took: [4, l, M, G], its seconds.
+        exchange_ids: [l, M, G], the exchange of each layer, micro-batch and group.
+        exchange_seconds: [4, l, M, G], its seconds.
         pipelines: [G], the pipeline of each group.
     """
-    microbatches, num_groups = picked.shape[1:]
-    times = [torch.bincount(picked[..., group].flatten(), minlength=len(load)) for group in range(num_groups)]
+    microbatches, num_groups = exchange_ids.shape[1:]
+    times = [torch.bincount(exchange_ids[..., group].flatten(), minlength=len(load)) for group in range(num_groups)]
     parts: dict[str, float] = dict.fromkeys(("compute", "waiting", "exchanges", "tensor ranks", "parameters"), 0.0)
     computed, durations = torch.zeros(num_groups, load.shape[1], dtype=torch.float64), []
-    there = took[:2].sum(0)
-    for work, exchanges in ((stage.forward, there), (stage.backward, took[2:].sum(0) + stage.again * there)):
+    forward_exchanges = exchange_seconds[:2].sum(0)
+    backward_exchanges = exchange_seconds[2:].sum(0) + stage.again * forward_exchanges
+    for work, exchanges in ((stage.forward, forward_exchanges), (stage.backward, backward_exchanges)):
         experts = work.experts.seconds(load)
-        layers = _wait_for_groups(exchanges + experts.amax(1)[picked], pipelines)
+        layers = _wait_for_groups(exchanges + experts.amax(1)[exchange_ids], pipelines)
         durations.append(layers.sum(0) + work.dense + work.tensor + work.parameters)
         computing = torch.stack(times).double() @ experts
         computed += computing + microbatches * work.dense
@@ -209,9 +212,10 @@ def _simulate_stage(stage: StageWork, load: Tensor, picked: Tensor, took: Tensor
         parts["tensor ranks"] += microbatches * work.tensor
         parts["parameters"] += microbatches * work.parameters
     weights = (
-        _wait_for_groups(stage.weights.experts.seconds(load).amax(1)[picked], pipelines).sum(0) + stage.weights.dense
+        _wait_for_groups(stage.weights.experts.seconds(load).amax(1)[exchange_ids], pipelines).sum(0)
+        + stage.weights.dense
     )
-    return _StageTimes(durations[0], durations[1], weights, parts, computed, took.flatten())
+    return _StageTimes(durations[0], durations[1], weights, parts, computed, exchange_seconds.flatten())
 
 
 def _wait_for_groups(seconds: Tensor, pipelines: Tensor) -> Tensor:
