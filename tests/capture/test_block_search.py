@@ -205,3 +205,13 @@ def test_the_model_is_unchanged():
     search_blocks(model, (X,), {})
     assert nn.Module.__call__ is call
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_signatures_compare_integers_and_not_their_hashes():
+    """hash(-1) is hash(-2)."""
+    signatures = []
+    for last in (-1, -2):
+        module = nn.Linear(2, 2)
+        module.register_buffer("table", torch.tensor([0, last]))
+        signatures.append(compute_signature(module))
+    assert signatures[0] != signatures[1]
