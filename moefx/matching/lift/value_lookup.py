@@ -126,6 +126,7 @@ class ValueLookup:
         candidates: the nodes to search, the likeliest first, without the repeated ones of a loop.
         with_repeated: the same with these.
         hint_positions: positions of the candidates that another capture uses: many candidates fit a single token.
+        hint_columns: the positions of its values that have a node for each slot.
         hint_drops_slots: that capture drops slots.
         effects: what slots add to their token.
     """
@@ -135,6 +136,7 @@ class ValueLookup:
     candidates: list[NodeRef]
     with_repeated: list[NodeRef]
     hint_positions: Collection[tuple]
+    hint_columns: Collection[tuple]
     hint_drops_slots: bool
     effects: SlotEffects = SlotEffects()
     _tables: dict[tuple, dict[Term, list[NodeRef]]] = dataclasses.field(default_factory=dict)
@@ -160,6 +162,7 @@ class ValueLookup:
         hint_positions = {
             ref.position for group in groups for value in group.values for ref in (value.columns or (value,))
         }
+        values = [value for group in groups for value in group.values]
         ranked = _rank_candidates(nodes, axes, inside, hint_positions, options)
         return ValueLookup(
             semantics=semantics,
@@ -167,6 +170,7 @@ class ValueLookup:
             candidates=_keep_first_of_equals(semantics, ranked),
             with_repeated=ranked,
             hint_positions=hint_positions,
+            hint_columns=[tuple(ref.position for ref in value.columns) for value in values if value.columns],
             hint_drops_slots=hint is not None and not hint.kept_slots.all(),
         )
 
@@ -256,7 +260,22 @@ class ValueLookup:
         first = self._find_likeliest(fits, range(self.axes.slots)) if scalar else next(fits, None)
         if first is None and scalar and slots and self.axes.slots > 1:
             return self._find_columns(positions, terms)
-        return first
+        return self._add_hinted_columns(first, positions) if first is not None and scalar and slots else first
+
+    def _add_hinted_columns(self, ref: NodeRef, positions: list[SlotPosition]) -> NodeRef:
+        """Return the columns of the hint's value if one of them is this node, and the others are zero: this capture may
+        drop all other slots, and shows no value for them."""
+        slots = {k for _, k, _ in positions}
+        for hinted in self.hint_columns if len(slots) == 1 else ():
+            (k,) = slots
+            if k >= len(hinted) or hinted[k] != ref.position:
+                continue
+            by_position = {candidate.position: candidate for candidate in self.with_repeated}
+            columns = [by_position[position] for position in hinted if position in by_position]
+            dropped = [at for at in self.effects.dropped if at[1] != k]
+            if len(columns) == len(hinted) and all(self._count_zeros(columns[at[1]], [at]) for at in dropped):
+                return NodeRef(columns[0].node, ("t", "k"), tuple(columns))
+        return ref
 
     def find_rows(
         self, t: int, term: Term, rest: list[list[Term]], lines: Collection[tuple[Any, Any]] | None
