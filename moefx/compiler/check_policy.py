@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What is known of a rewrite that is used.
+    """The outcome of the policy for a rewrite that is used.
 
     Attributes:
         text: in words, for `explain`.

@@ -208,7 +208,7 @@ class BlockForward:
 
     @property
     def refusals(self) -> dict[tuple[Specialization, tuple[str, ...]], str]:
-        """The reasons why there are no programs for some kinds of calls, by call and blocking conditions."""
+        """The reasons of refused requests, by kind of call and blocking conditions."""
         return {**self.requests.traced_refusals, **self.requests.refusals}
 
     def add(self, program: Program) -> None:

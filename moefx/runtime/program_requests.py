@@ -20,7 +20,7 @@ MAX_SPECIALIZATIONS = 16
 NOT_SPECIALIZED = "not specialized"
 
 # (block, specialization of the call, args, kwargs) -> a program for the call, or None; may raise Refused. args and
-# kwargs are None while Dynamo traces, because there are no values to run on.
+# kwargs are None while Dynamo traces without values.
 Specialize = Callable[
     [nn.Module, Specialization, "tuple[Any, ...] | None", "Mapping[str, Any] | None"], "Program | None"
 ]
@@ -31,9 +31,9 @@ class ProgramRequests:
     """Requests for programs of one block: at most one for each specialization and set of blocking conditions.
 
     Attributes:
-        specialize: makes a program; None if there are no requests.
+        specialize: makes a program; None makes no requests.
         refusals: the reasons of refused requests. "" if the request was accepted, and is not to be repeated.
-        traced_refusals: the reasons of those without values, from Dynamo. An eager call asks again.
+        traced_refusals: the reasons of requests that Dynamo refused without values. An eager call asks again.
         is_running: a thread is making a program.
     """
 

@@ -96,10 +96,12 @@ def average_losses(logits: Tensor, labels: Tensor, size: int, num_items_in_batch
 
 
 @functools.cache
-def train_in_one_process() -> tuple[list[float], list[float], dict[str, Tensor]]:
+def train_in_one_process(
+    optimizer_class: Any = torch.optim.AdamW, **options: float
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Train on the batches of all ranks and micro-batches at once. Returns losses, norms and parameters."""
     model, rows, losses, norms = build_model(layers=1), Rows(), [], []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.1)
+    optimizer = optimizer_class(model.parameters(), **(options or dict(lr=RATE, weight_decay=0.1)))
     for step in range(STEPS):
         size = len(rows) // STEPS
         batch = stack([rows[step * size + index] for index in range(size)])

@@ -6,7 +6,6 @@ import datasets
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from torch import nn
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
@@ -21,10 +20,9 @@ from .integration_cases import (
     InOrder,
     Rows,
     spread_model,
-    stack,
-    sum_losses,
+    train_in_one_process,
 )
-from .pipeline_transformers_cases import VOCAB, build_model
+from .pipeline_transformers_cases import VOCAB
 from .state_cases import create_shared_folder
 
 RATE = 0.5
@@ -34,26 +32,12 @@ class SpreadSFTTrainer(InOrder, moefx.integrations.SpreadTrainer, SFTTrainer):
     pass
 
 
-def train_in_one_process() -> dict[str, torch.Tensor]:
-    model, rows = build_model(layers=1), Rows()
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    for step in range(STEPS):
-        size = len(rows) // STEPS
-        batch = stack([rows[step * size + index] for index in range(size)])
-        loss = sum_losses(model(batch["input_ids"]).logits, batch["labels"]) / batch["labels"][:, 1:].ne(-100).sum()
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-    return dict(model.state_dict())
-
-
 def case_supervised_fine_tuning() -> None:
     """Train as one process does, over two meshes. The trainer resumes over another mesh."""
     tokenizer = Tokenizer(WordLevel({str(number): number for number in range(VOCAB)}, unk_token="0"))
     processor = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="1", pad_token="2")
     rows = [{name: value.tolist() for name, value in Rows()[index].items()} for index in range(len(Rows()))]
-    folder, wanted = create_shared_folder(), train_in_one_process()
+    folder, (_, _, wanted) = create_shared_folder(), train_in_one_process(torch.optim.SGD, lr=RATE)
     for sizes, options, resumed in ((dict(dp=2, ep=2), {}, None), (dict(ep=4), None, f"{folder}/checkpoint-2")):
         arguments = SFTConfig(
             output_dir=folder, max_steps=STEPS, per_device_train_batch_size=BATCH, gradient_accumulation_steps=PARTS,

@@ -340,7 +340,9 @@ def _autograd_function(
         if all(g is None for g in grads):
             return (None,) * len(ctx.needs_input_grad)
         needs = find_needs(ctx, ctx.are_tensors)
-        ctx.needs, ever = (_join_needs(ctx.lengths, several[4:]) for several in (needs, ctx.needs_input_grad))
+        ctx.needs = ever = _join_needs(ctx.lengths, ctx.needs_input_grad[4:])
+        if needs is not ctx.needs_input_grad:
+            ctx.needs = _join_needs(ctx.lengths, needs[4:])
         ctx.needs_later = [need and not now for need, now in zip(ever, ctx.needs, strict=True)]
         if ctx.first_run is not None and ctx.first_run.is_repeated(grads) and ctx.delayed.cover(ctx.needs):
             unpack_saved(ctx)  # raises if one was changed in place

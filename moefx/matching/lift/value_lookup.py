@@ -265,16 +265,16 @@ class ValueLookup:
     def _add_hinted_columns(self, ref: NodeRef, positions: list[SlotPosition]) -> NodeRef:
         """Return the columns of the hint's value if one of them is this node, and the others are zero: this capture may
         drop all other slots, and shows no value for them."""
-        slots = {k for _, k, _ in positions}
-        for hinted in self.hint_columns if len(slots) == 1 else ():
-            (k,) = slots
-            if k >= len(hinted) or hinted[k] != ref.position:
-                continue
-            by_position = {candidate.position: candidate for candidate in self.with_repeated}
-            columns = [by_position[position] for position in hinted if position in by_position]
-            dropped = [at for at in self.effects.dropped if at[1] != k]
+        slot = positions[0][1]
+        if any(k != slot for _, k, _ in positions):
+            return ref
+        matching = [hinted for hinted in self.hint_columns if hinted[slot : slot + 1] == (ref.position,)]
+        by_position = {candidate.position: candidate for candidate in self.with_repeated} if matching else {}
+        dropped = [at for at in self.effects.dropped if at[1] != slot]
+        for hinted in matching:
+            columns = tuple(by_position[position] for position in hinted if position in by_position)
             if len(columns) == len(hinted) and all(self._count_zeros(columns[at[1]], [at]) for at in dropped):
-                return NodeRef(columns[0].node, ("t", "k"), tuple(columns))
+                return NodeRef(columns[0].node, ("t", "k"), columns)
         return ref
 
     def find_rows(

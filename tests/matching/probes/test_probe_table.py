@@ -34,7 +34,7 @@ def choose(*experts):
 
 
 class Loop(nn.Module):
-    """A mixture of experts, of which each program below changes one step."""
+    """Mixture of experts. Each program below changes one step."""
 
     def __init__(self, num_experts=E, k=2):
         super().__init__()
