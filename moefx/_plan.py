@@ -16,6 +16,7 @@ SequenceGradients = Literal["replicated", "partial"]
 DropRule = Literal["weight", "position_token", "position_slot"]
 Dispatch = Literal["auto", "flat", "dedup", "rbd", "halo", "gather"]
 Gradients = Literal["manual"]
+STASH_FACTOR = 1.1  # by default
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,10 @@ class Plan:
         max_tokens: with `dispatch="gather"`, or if `"auto"` chooses it, the most tokens of a rank in a call. Every call
             gathers as many, and a call with more raises `InvalidInput`. None: the hosts agree on the largest number
             before each call, which CUDA graphs cannot hold.
+        stash_factor: with `"gather"` on GPUs, room for the activations that the experts keep for their backward, as a
+            multiple of what they need if every rank gets equally many rows. All layers share it, and what it has no
+            room for is computed again: results do not change. 0 computes everything again. None keeps all rows of each
+            layer in tensors for the worst case, as many times larger as there are ranks.
         timeout: seconds that a rank waits for others in an exchange before it raises `RanksLost`. None: the timeout of
             the mesh's process groups (see `torch.distributed.init_process_group`).
 
@@ -107,6 +112,7 @@ class Plan:
     pilots: bool = True
     chunks: int = 1
     max_tokens: int | None = None
+    stash_factor: float | None = STASH_FACTOR
     capacity_factor: float | None = None
     drop: DropRule = "weight"
     node_size: int | None = None
@@ -157,6 +163,9 @@ class Plan:
         factor = self.capacity_factor
         if factor is not None and not (type(factor) in (int, float) and 0 < factor < 1e6):
             raise InvalidPlan(f"Plan(capacity_factor={factor!r}): expected a number > 0, or None")
+        factor = self.stash_factor
+        if factor is not None and not (type(factor) in (int, float) and 0 <= factor < 1e6):
+            raise InvalidPlan(f"Plan(stash_factor={factor!r}): expected a number >= 0, or None")
         if self.timeout is not None and not (type(self.timeout) in (int, float) and 0 < self.timeout < 1e9):
             raise InvalidPlan(f"Plan(timeout={self.timeout!r}): expected seconds, or None")
         if self.tokens is not None and not _is_size(self.tokens):

@@ -68,6 +68,12 @@ class Block:
         """Calls that ran the original code instead of the rewritten graph."""
         return self.forward.counts.original
 
+    @property
+    def stash_misses(self) -> int:
+        """Backwards that computed activations again because the stash had lost them (`Plan(stash_factor=...)`), since
+        the block was compiled. Waits for the GPU. Calls inside of compiled graphs are not counted."""
+        return self.forward.missed.read()
+
     def record_load(self, on: bool = True) -> None:
         """Turn routing statistics on or off; off is the default. Warns if the compiler of the graph keeps none."""
         if on and (other := self.forward.compiled_by):

@@ -31,7 +31,7 @@ OF_A_MESH = (
     dict(expert_axis="ep"), dict(expert_axis=("dp", "ep")), dict(placement="ep_first"), dict(sequence_axis="tp"),
     dict(sequence_gradients="partial"), dict(gradients="manual"), dict(dispatch="rbd"), dict(dispatch="flat"),
     dict(pilots=False), dict(chunks=2), dict(node_size=8), dict(topology_levels=(32,)), dict(timeout=5.0),
-    dict(dispatch="gather"), dict(max_tokens=64),
+    dict(dispatch="gather"), dict(max_tokens=64), dict(stash_factor=2.0),
 )  # fmt: skip
 NEVER = (
     dict(expert_storage="contiguous"), dict(expert_storage="stacked"), dict(drop="position_token"), dict(memory=1e9),

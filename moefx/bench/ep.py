@@ -12,6 +12,7 @@ four H200s of one host), and its kernel occupies 16 multiprocessors.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import os
 import statistics
@@ -228,7 +229,7 @@ def build_steps(
             dispatch, *fields = name.split(",")
             fields_of_plan = dict(dispatch=dispatch, node_size=node_size)
             for name, _, value in (field.partition("=") for field in fields):
-                fields_of_plan[name] = int(value) if value.isdigit() else (value,)
+                fields_of_plan[name] = _parse_field(value)
         plan = moefx.Plan(validation="symbolic", **fields_of_plan)
         compiled = moefx.compile(layer, mesh=mesh if fields_of_plan else None, plan=plan, example_inputs=example)
         steps[variant] = (GraphStep if is_captured else Step)(compiled, shape)
@@ -240,6 +241,14 @@ def build_steps(
                 f"{shape.name} {variant}: ready after {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True
             )
     return steps
+
+
+def _parse_field(text: str) -> Any:
+    """Parse a number or None. Any other text is the name of a pass, in a tuple."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return (text,)
 
 
 def compute_output_errors(steps: dict[str, Step]) -> dict[str, float]:

@@ -42,6 +42,26 @@ def lay_out_block(matched: MatchedBlock, axis: ExpertAxis, plan: Plan) -> Matche
     return dataclasses.replace(matched, expert_layout=create_layout(axis, matched.result, plan))
 
 
+def share_stash(matched: Sequence[MatchedBlock], axis: ExpertAxis, plan: Plan) -> tuple[MatchedBlock, ...]:
+    """Set the size of the stash that all blocks with "gather" share, on GPUs."""
+    gathering = [m for m in matched if m.expert_layout is not None and m.expert_layout.routes.gathers]
+    if plan.stash_factor is None or not has_stash(axis):
+        return tuple(matched)
+    num_blocks = sum(len(m.names) for m in gathering)
+    shared = []
+    for block in matched:
+        if (layout := block.expert_layout) is not None and layout.routes.gathers:
+            routes = dataclasses.replace(layout.routes, stash=plan.stash_factor * num_blocks)
+            block = dataclasses.replace(block, expert_layout=dataclasses.replace(layout, routes=routes))
+        shared.append(block)
+    return tuple(shared)
+
+
+def has_stash(axis: ExpertAxis) -> bool:
+    """Return whether kernels put activations into a stash: on the CPU each call knows the number of its rows."""
+    return axis.mesh.device_type != "cpu"
+
+
 def spread_experts(block: nn.Module, layout: ExpertLayout, axis: ExpertAxis) -> None:
     """Reduce a block's parameters to those of this rank's experts, and convert its state dicts."""
     shard_experts(block, layout.parameters, layout.placement, axis.own, axis.made)
@@ -63,6 +83,7 @@ def preview_layouts(model: nn.Module, axis: ExpertAxis, survey: Survey, plan: Pl
             laid_out.append(lay_out_block(matched, axis, plan))
         except (Refused, InvalidPlan) as why:
             refused += _refuse_layout(model, matched, why)
+    laid_out = [*share_stash(laid_out, axis, plan)]
     layouts = dataclasses.replace(survey, matched=tuple(laid_out)).layout_by_name
     for matched in laid_out:
         try:

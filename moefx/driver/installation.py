@@ -98,9 +98,10 @@ def _lay_out_experts(model: nn.Module, proven: AgreedProof) -> Survey:
     """
     if proven.axis is None:
         return proven.survey
-    from ..distribution.expert_layouts import check_owners, lay_out_block
+    from ..distribution.expert_layouts import check_owners, lay_out_block, share_stash
 
-    matched = tuple(lay_out_block(m, proven.axis, proven.plan) for m in proven.survey.matched)
+    laid_out = [lay_out_block(m, proven.axis, proven.plan) for m in proven.survey.matched]
+    matched = share_stash(laid_out, proven.axis, proven.plan)
     survey = dataclasses.replace(proven.survey, matched=matched)
     layouts = survey.layout_by_name
     check_owners(model, layouts, list(layouts), proven.axis.mesh)

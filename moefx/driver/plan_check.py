@@ -13,7 +13,7 @@ from ..runtime.ranks.sharding import PIPELINE_AXIS, TENSOR_AXIS
 
 _MESH_FIELDS = (
     "expert_axis", "placement", "sequence_axis", "sequence_gradients", "gradients", "dispatch", "pilots", "chunks",
-    "max_tokens", "node_size", "topology_levels", "timeout",
+    "max_tokens", "stash_factor", "node_size", "topology_levels", "timeout",
 )  # fmt: skip
 _PLANNER_FIELDS = ("memory", "zero")
 
@@ -46,6 +46,8 @@ def check_effects(plan: Plan, mesh: Any) -> None:
         raise _no_effect(plan, "pilots", f"dispatch={plan.dispatch!r} is not 'halo'")
     if plan.max_tokens is not None and plan.dispatch not in ("gather", "auto"):
         raise _no_effect(plan, "max_tokens", f"dispatch={plan.dispatch!r} is not 'gather'")
+    if "stash_factor" in changed and plan.dispatch not in ("gather", "auto"):
+        raise _no_effect(plan, "stash_factor", f"dispatch={plan.dispatch!r} is not 'gather'")
     if plan.chunks > 1 and plan.dispatch == "gather":
         raise _no_effect(plan, "chunks", "dispatch='gather' moves all tokens at once")
 

@@ -124,6 +124,12 @@ class ExpertBody:
         shapes = [(up[start].shape, gemm.transposed) for start, gemm in zip(starts, self.up, strict=True)]
         return tuple(int(shape[-2 if transposed else -1]) for shape, transposed in shapes)
 
+    def kept_widths(self, keep: str, up_widths: Sequence[int]) -> list[int]:
+        """Return the widths of the values that the policy `keep` of `expert_mlp` keeps."""
+        group, *columns = self.parts[0]
+        act_width = len(range(*slice(*columns).indices(up_widths[group])))
+        return {"h": [*up_widths], "all": [*up_widths, act_width]}.get(keep, [])
+
     def act_in(self, dtype: torch.dtype, weight_dtype: torch.dtype | None) -> Expr:
         """Return `act`, with a cast if promotion (by float32 routing weights) would leave the GEMMs' dtype."""
         return self.act if self._infer(self.act, dtype, weight_dtype) == dtype else to_dtype(self.act, dtype)

@@ -102,6 +102,7 @@ def _insert_exchanges(
         gathered = GatheredTokens(routed, placement, routes)
         with routed.graph.inserting_before(routed.region[0]):
             gathered.insert_gather(_insert_places(routed, placement, routes), tokens, choices, fingerprint)
+            gathered.keep_rows_in_stash()
         return [gathered]
     chunks = [
         UnevenExchange(part, placement, routes) for part in (*(routed.copy() for _ in range(routes.chunks - 1)), routed)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from typing import Literal, get_args
 
+from .._plan import STASH_FACTOR
 from ..errors import InvalidPlan
 from .architecture import Architecture, check_whole_numbers
 
@@ -179,7 +180,7 @@ class Layout:
             "n_emb": 1 if self.pp > 1 or model.is_tied else 2,
             "n_logits": int(stage == self.pp - 1 and model.vocab_size > 0),
             "n_rows": kept.rows, "n_h": kept.num_hidden(model.matrices), "n_y": kept.outputs,
-            "c": kept.capacity_factor * (self.ep if gathers else 1), "w_mask": kept.mask_bytes,
+            "c": kept.capacity_factor * (min(STASH_FACTOR, self.ep) if gathers else 1), "w_mask": kept.mask_bytes,
             "n_flat": int(self.dispatch == "flat" and self.ep > 1), "n_all": int(gathers),
             "n_again": int(self.recompute),
         }  # fmt: skip

@@ -20,8 +20,9 @@ import torch
 from torch import nn
 
 from ..errors import AbsorbedModuleChanged, InvalidInput, MoefxError, NotRewritten, summarize_error
+from ..ir.activation_stash import MissCounter
 from ..ir.argument_binding import Leaves, Path, Specialization, flatten_arguments, make_binder, specialize_call
-from ..ir.guards.recomputed_choice import running
+from ..ir.running_block import running
 from ..util.compile_lock import compile_lock, holds_compile_lock
 from .block_programs import BlockPrograms, CallCounts
 from .installed_program import InstalledProgram
@@ -62,7 +63,7 @@ class BlockForward:
         self.block = block
         self.name = name
         self.expert_layout, self.watch = expert_layout, watch
-        self.counts = CallCounts()
+        self.counts, self.missed = CallCounts(), MissCounter()
         self.installed = BlockPrograms(block, name, self.counts)
         self.requests = ProgramRequests(self.installed, specialize)
         self.original = _find_own_forward(block)
@@ -94,7 +95,7 @@ class BlockForward:
         if entry is not None:
             if torch.compiler.is_compiling():
                 return self._run(entry, leaves)
-            outer, running.block = running.block, self.name
+            outer, running.block, running.counter = (running.block, running.counter), self.name, self.missed.number
             try:
                 return self._run(entry, leaves)
             except (TypeError, RuntimeError, InvalidInput) as error:
@@ -110,7 +111,7 @@ class BlockForward:
                         "calls take the change into account: call again"
                     ) from error
             finally:
-                running.block = outer
+                running.block, running.counter = outer
             return self(*args, **kwargs)  # try again without the failed program
         if self.expert_layout is not None:
             raise NotRewritten(

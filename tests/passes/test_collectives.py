@@ -18,7 +18,7 @@ from moefx.passes.collectives import insert_collectives
 from moefx.passes.ssmb import shard_sequence
 
 from .. import golden
-from ..ir.graphs import E, build_block_graph
+from ..ir.graphs import E, K, build_block_graph
 
 RANKS = 4
 PLAN = moefx.Plan()
@@ -113,3 +113,22 @@ def test_graphs_with_sharded_tokens(gradients):
     text = str(shard_sequence(block, PLAN, sequence=sequence))
     assert str(block) == before, "the pass changed its input"
     golden.check(f"ssmb_{gradients}.txt", text)
+
+
+@pytest.mark.parametrize(
+    ("layers", "keep", "wanted"),
+    [
+        (None, "h", {"keep": "h"}),
+        (2.0, "h", {"keep": "h", "stash": 2.0 * K / RANKS}),
+        (2.0, "all", {"keep": "all", "stash": 2.0 * K / RANKS}),
+        (2.0, "x", {"keep": "x"}),
+        (0.0, "all", {"keep": "x"}),
+    ],
+)
+def test_gathered_experts_keep_rows_in_the_stash(layers, keep, wanted):
+    block = build_block_graph()
+    (mlp,) = block.find(torch.ops.moefx.expert_mlp.default)
+    mlp.update_kwarg("keep", keep)
+    block = insert(block, make_routes(RANKS, gathers=True, max_tokens=16, stash=layers))
+    (mlp,) = block.find(torch.ops.moefx.expert_mlp.default)
+    assert {name: mlp.kwargs[name] for name in ("keep", "stash") if name in mlp.kwargs} == wanted

@@ -86,6 +86,12 @@ class StageOrder:
     def num_stages(self) -> int:
         return self.ranks * self.chunks
 
+    @property
+    def max_in_flight(self) -> int:
+        """An upper bound of the forwards of one stage whose activations a rank keeps at a time."""
+        all_forwards = self.microbatches * self.chunks
+        return all_forwards if self.name == "gpipe" else min(all_forwards, self.num_stages + self.ranks)
+
     def list_stages(self, rank: int) -> list[int]:
         """Return the stages of a rank of the axis, from the first to the last."""
         if self.kind.is_v_shaped:

@@ -12,7 +12,6 @@ stores its result on the frame of the checkpoint that runs it, and compares when
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,19 +20,11 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
 from ...errors import RecomputedChoice
+from ..running_block import running
 
 # Arguments of ops: the token of each row, and the first row of each expert or rank.
 _TOKENS, _OFFSETS = ("token_ids",), ("expert_offsets", "rank_offsets")
 _CHOICES, _FORWARD = "moefx_choices", "forward"
-
-
-class _Running(threading.local):
-    """The name of the rewritten block that this thread runs."""
-
-    block = ""
-
-
-running = _Running()
 
 
 class RecomputedChoiceError(RecomputedChoice, CheckpointError):

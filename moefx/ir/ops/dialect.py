@@ -24,7 +24,7 @@ from .exchange_routes import (
     read_counts,
 )
 from .expert_gemms import expert_rows, expert_rows_backward, grouped_mm, grouped_mm_backward
-from .expert_mlp import expert_mlp, expert_mlp_backward, weights_later
+from .expert_mlp import expert_mlp, expert_mlp_backward
 from .row_exchange import (
     all_to_all_back,
     all_to_all_rows,
@@ -56,6 +56,7 @@ from .token_routing import (
     pick_choices,
     pick_choices_backward,
 )
+from .weights_later import weights_later
 
 __all__ = [
     "DROP_RULES", "agree_length", "all_to_all_back", "all_to_all_rows", "all_to_all_rows_backward", "build_pft",

@@ -7,6 +7,7 @@ kernels of `gemm_forward`, `gemm_backward` and `row_kernels`.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -65,6 +66,12 @@ class KernelCall:
         # A kernel that reads no weights still needs a valid pointer.
         self.w = call.token_ids if call.w is None else call.w
         self.schedules: dict[int, tuple[Tensor, int]] = {}
+
+    def with_offsets(self, expert_offsets: Tensor) -> KernelCall:
+        """Return the same call for other rows."""
+        other = copy.copy(self)
+        other.call, other.schedules = dataclasses.replace(self.call, expert_offsets=expert_offsets), {}
+        return other
 
     def config(self, kernel: str, columns: int, inner: int, trial: Callable[[Config], object]) -> Config:
         """Return the configuration of a GEMM, which may be tuned with `trial`."""

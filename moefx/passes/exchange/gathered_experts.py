@@ -67,6 +67,17 @@ class GatheredTokens:
         results = parts(here, (("B",), ("B",), ("E+1",), ("A", "K"), ("B",)))
         self.received = ReceivedRows(values, {self.routed.results[i]: results[i] for i in self.routed.results})
 
+    def keep_rows_in_stash(self) -> None:
+        """Let the experts keep activations in the stash, if the routes have one."""
+        layers, pft = self.routes.stash, self.routed.pft
+        if layers is None:
+            return
+        num_slots = get_argument(pft, "topk_ids").meta["val"].shape[-1]
+        balanced = num_slots * self.placement.num_slots / self.placement.num_experts  # rows for each gathered token
+        for node in self.routed.region:
+            if node.target is ops.expert_mlp.default and node.kwargs.get("keep", "h") in ("h", "all"):
+                node.update_kwarg(*(("stash", layers * balanced) if layers else ("keep", "x")))
+
     def insert_back(self, sums: fx.Node) -> fx.Node:
         """Return the sums of all ranks' tokens to the ranks of the tokens."""
         call, parts = self.routed.call, self.routed.unpack

@@ -39,9 +39,11 @@ class ExpertLayout:
         if self.routes.gathers:
             limit = self.routes.max_tokens
             agreement = f"at most {limit} tokens a rank" if limit else "the hosts agree on the number of tokens"
+            kept = self.routes.stash
+            stash = "" if kept is None else f"; a stash keeps activations of {kept:g} balanced layers for the backward"
             return (
-                f"experts over {placement.num_ranks} ranks of mesh axis {placement.axis!r}, "
-                f"{placement.num_slots} each; every rank gathers the tokens of all ranks, {agreement} ({self.reason})"
+                f"experts over {placement.num_ranks} ranks of mesh axis {placement.axis!r}, {placement.num_slots} "
+                f"each; every rank gathers the tokens of all ranks, {agreement} ({self.reason}){stash}"
             )
         return (
             f"experts over {placement.num_ranks} ranks of mesh axis {placement.axis!r} ({levels}), "
