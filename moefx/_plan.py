@@ -16,7 +16,6 @@ SequenceGradients = Literal["replicated", "partial"]
 DropRule = Literal["weight", "position_token", "position_slot"]
 Dispatch = Literal["auto", "flat", "dedup", "rbd", "halo", "gather"]
 Gradients = Literal["manual"]
-STASH_FACTOR = 1.1  # by default
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +66,8 @@ class Plan:
         stash_factor: with `"gather"` on GPUs, room for the activations that the experts keep for their backward, as a
             multiple of what they need if every rank gets equally many rows. All layers share it, and what it has no
             room for is computed again: results do not change. 0 computes everything again. None keeps all rows of each
-            layer in tensors for the worst case, as many times larger as there are ranks.
+            layer in tensors for the worst case, as many times larger as there are ranks, which saves copies. `"auto"`:
+            1.1 over more than two ranks, else None.
         timeout: seconds that a rank waits for others in an exchange before it raises `RanksLost`. None: the timeout of
             the mesh's process groups (see `torch.distributed.init_process_group`).
 
@@ -112,7 +112,7 @@ class Plan:
     pilots: bool = True
     chunks: int = 1
     max_tokens: int | None = None
-    stash_factor: float | None = STASH_FACTOR
+    stash_factor: float | Literal["auto"] | None = "auto"
     capacity_factor: float | None = None
     drop: DropRule = "weight"
     node_size: int | None = None
@@ -164,8 +164,8 @@ class Plan:
         if factor is not None and not (type(factor) in (int, float) and 0 < factor < 1e6):
             raise InvalidPlan(f"Plan(capacity_factor={factor!r}): expected a number > 0, or None")
         factor = self.stash_factor
-        if factor is not None and not (type(factor) in (int, float) and 0 <= factor < 1e6):
-            raise InvalidPlan(f"Plan(stash_factor={factor!r}): expected a number >= 0, or None")
+        if factor not in (None, "auto") and not (type(factor) in (int, float) and 0 <= factor < 1e6):
+            raise InvalidPlan(f"Plan(stash_factor={factor!r}): expected a number >= 0, 'auto' or None")
         if self.timeout is not None and not (type(self.timeout) in (int, float) and 0 < self.timeout < 1e9):
             raise InvalidPlan(f"Plan(timeout={self.timeout!r}): expected seconds, or None")
         if self.tokens is not None and not _is_size(self.tokens):
@@ -214,6 +214,13 @@ class Plan:
     def is_undecided(self) -> bool:
         """Whether the planner decides a field."""
         return "auto" in (self.checkpoint, self.expert_axis)
+
+    def resolve_stash_factor(self, num_ranks: int) -> float | None:
+        """Return `stash_factor` for this number of ranks of the experts. `"auto"` copies rows into a stash where the
+        worst case is more than twice the mean."""
+        if self.stash_factor == "auto":
+            return 1.1 if num_ranks > 2 else None
+        return self.stash_factor
 
     def replace(self, **changes: Any) -> Plan:
         return dataclasses.replace(self, **changes)

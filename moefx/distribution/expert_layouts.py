@@ -44,14 +44,15 @@ def lay_out_block(matched: MatchedBlock, axis: ExpertAxis, plan: Plan) -> Matche
 
 def share_stash(matched: Sequence[MatchedBlock], axis: ExpertAxis, plan: Plan) -> tuple[MatchedBlock, ...]:
     """Set the size of the stash that all blocks with "gather" share, on GPUs."""
+    factor = plan.resolve_stash_factor(axis.size)
     gathering = [m for m in matched if m.expert_layout is not None and m.expert_layout.routes.gathers]
-    if plan.stash_factor is None or not has_stash(axis):
+    if factor is None or not has_stash(axis):
         return tuple(matched)
     num_blocks = sum(len(m.names) for m in gathering)
     shared = []
     for block in matched:
         if (layout := block.expert_layout) is not None and layout.routes.gathers:
-            routes = dataclasses.replace(layout.routes, stash=plan.stash_factor * num_blocks)
+            routes = dataclasses.replace(layout.routes, stash=factor * num_blocks)
             block = dataclasses.replace(block, expert_layout=dataclasses.replace(layout, routes=routes))
         shared.append(block)
     return tuple(shared)

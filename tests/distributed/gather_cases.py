@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import moefx
 import moefx.distribution.dispatch_choice
+import moefx.distribution.expert_layouts
 import moefx.ir.ops.token_gather
 import moefx.runtime.ranks.topology
 from moefx.errors import ExpertsOverwritten, InvalidInput
@@ -57,6 +58,15 @@ def case_a_capacity() -> None:
     x = torch.randn(11 + dist.get_rank(), D, dtype=torch.float64)
     torch.testing.assert_close(compiled(x), model(x))
     assert moefx.blocks(compiled)[0].fallbacks == 0
+
+
+def case_a_stash() -> None:
+    """Spread models as on GPUs, whose layers share a stash. CPU providers keep nothing in it and compute all again."""
+    with mock.patch.object(moefx.distribution.expert_layouts, "has_stash", lambda axis: True):
+        for plan, kept in ((GATHER, "2.2"), (LIMITED.replace(stash_factor=0), "0")):
+            check(Model("gated", layers=2).double(), make_mesh(), plan)
+            assert f"a stash keeps activations of {kept} balanced layers" in explain_experts(plan, layers=2)
+    assert "stash" not in explain_experts(GATHER)
 
 
 @contextlib.contextmanager
@@ -133,9 +143,9 @@ def simulate_device(per_byte: float = 1e-12):
         yield
 
 
-def explain_experts(plan: moefx.Plan) -> str:
+def explain_experts(plan: moefx.Plan, layers: int = 1) -> str:
     """Return the line of `explain` about the experts, which all ranks print."""
-    compiled = compile_over_mesh(Model("gated", layers=1), make_mesh(), plan)
+    compiled = compile_over_mesh(Model("gated", layers=layers), make_mesh(), plan)
     (line,) = (line for line in str(moefx.explain(compiled)).splitlines() if "experts over" in line)
     lines = [None] * dist.get_world_size()
     dist.all_gather_object(lines, line)

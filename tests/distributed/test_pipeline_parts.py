@@ -17,7 +17,7 @@ from moefx.distribution.pipelines.pipeline_schedules import KINDS, SIMULATED, St
 from moefx.distribution.pipelines.stage_sharding import resolve_zero
 from moefx.distribution.pipelines.stage_split import count_layers, find_layer_keys, find_layers, read_split, split_model
 from moefx.errors import InvalidInput, InvalidPlan
-from moefx.planner.layout import Schedule
+from moefx.planner.layout import Layout, Schedule
 
 from .pipeline_training_cases import EXAMPLE, LENGTH, D, Decoder
 
@@ -39,6 +39,15 @@ def test_each_stage_has_one_rank(name, ranks):
     assert [order.find_rank(stage) for run in stages for stage in run] == [r for r in range(ranks) for _ in stages[r]]
     if order.kind.is_v_shaped:
         assert stages[0][-1] == order.num_stages - 1
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1"])
+@pytest.mark.parametrize("microbatches", [4, 8, 32])
+def test_the_bound_of_micro_batches_in_flight(name, microbatches):
+    order = order_stages(name, 4, microbatches, None) if name in AVAILABLE else StageOrder(name, 4, 1, microbatches)
+    layout = Layout(pp=4, microbatches=microbatches, schedule=name, chunks=order.chunks)
+    kept = max(layout.in_flight(stage) for stage in range(4)) * order.chunks
+    assert kept <= order.max_in_flight <= microbatches * order.chunks
 
 
 def test_a_split_decides_the_stages_of_a_rank():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ..._plan import STASH_FACTOR, Plan
+from ..._plan import Plan
 from ...api import compile as compile_model
 from ...compiled_blocks import RECORD
 from ...errors import InvalidInput, InvalidPlan, NoMoEBlockFound
@@ -122,7 +122,7 @@ def pipeline(
     try:
         for number in order.list_stages(mesh[PIPELINE_AXIS].get_local_rank()):
             port = StagePort(number, number == cut.num_stages - 1, loss_fn, microbatches)
-            stage_model, why = _compile_stage(model, cut, number, _widen_stash(plan, order), stage_mesh, example_inputs)
+            stage_model, why = _compile_stage(model, cut, number, plan, stage_mesh, example_inputs, order)
             if decision is not None and RECORD in vars(stage_model):
                 vars(stage_model)[RECORD] = dataclasses.replace(vars(stage_model)[RECORD], planned=decision)
             install_stage(stage_model, cut, number, port)
@@ -249,11 +249,13 @@ def _plan_stages(
     return split_model(model, layers, keys, counts, basis, example_inputs), plan, decision
 
 
-def _widen_stash(plan: Plan, order: StageOrder) -> Plan:
+def _widen_stash(plan: Plan, mesh: DeviceMesh, order: StageOrder) -> Plan:
     """Make room for all micro-batches in flight, if the experts of a stage share a stash."""
-    if plan.stash_factor is None or plan.dispatch not in ("gather", "auto"):
+    if plan.dispatch not in ("gather", "auto"):
         return plan
-    return plan.replace(stash_factor=plan.stash_factor * order.max_in_flight)
+    axes = resolve_expert_axes(mesh, plan.expert_axis)
+    factor = plan.resolve_stash_factor(math.prod(mesh[axis].size() for axis in axes))
+    return plan if factor is None else plan.replace(stash_factor=factor * order.max_in_flight)
 
 
 def _compile_stage(
@@ -263,6 +265,7 @@ def _compile_stage(
     plan: Plan,
     mesh: DeviceMesh | None,
     example_inputs: ExampleInputs | None,
+    order: StageOrder,
 ) -> tuple[nn.Module, str]:
     """Compile a stage over its part of the mesh. Collective over the ranks of the stage.
 
@@ -271,8 +274,8 @@ def _compile_stage(
     """
     reduced, why = reduce_to_stage(model, cut, number), ""
     spreads = mesh is not None and dict(plan.layout or ()).get("ep") != 1
-    if not spreads:
-        plan = plan.replace(stash_factor=STASH_FACTOR)
+    if spreads and mesh is not None:
+        plan = _widen_stash(plan, mesh, order)
     try:
         stage_model = compile_model(reduced, example_inputs, mesh=mesh if spreads else None, plan=plan)
     except NoMoEBlockFound as error:  # a stage of dense layers
