@@ -22,7 +22,7 @@ LABELS = {
     "M_params": "parameters", "M_grads": "gradients", "M_optimizer": "optimizer states", "A_attention": "attention",
     "A_dispatch": "dispatched rows", "A_interm": "experts' hidden rows", "A_combine": "experts' outputs",
     "A_mask": "dispatch masks", "A_meta": "ERI arrays", "A_router": "router", "A_shared": "shared experts",
-    "A_ffn": "FFN without experts", "A_again": "a layer that runs again", "A_logits": "logits",
+    "A_ffn": "FFN without experts", "A_again": "a layer that runs again", "A_logits": "logits", "A_buffers": "buffers for all tokens",
     "M_activations": "inputs of layers", "M_gpu": "framework",
     "T_attention": "attention", "T_experts": "experts", "T_experts_step": "gradients of experts' weights",
     "T_rest": "router, shared experts", "T_ffn": "FFN without experts", "T_logits": "logits",

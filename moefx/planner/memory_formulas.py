@@ -26,8 +26,8 @@ layers, moe_layers, P_dense, P_experts = quantities("l l_moe P_dense P_experts")
 M_params, M_grads, M_optimizer, M_states = quantities("M_params M_grads M_optimizer M_states")
 A_attention, A_ffn, A_router, A_meta, A_mask = quantities("A_attention A_ffn A_router A_meta A_mask")
 A_dispatch, A_interm, A_combine, A_shared = quantities("A_dispatch A_interm A_combine A_shared")
-A_block, A_moe_layer, A_dense_layer, A_again, A_logits, M_activations = quantities(
-    "A_block A_moe_layer A_dense_layer A_again A_logits M_activations"
+A_block, A_moe_layer, A_dense_layer, A_again, A_logits, A_buffers, M_activations = quantities(
+    "A_block A_moe_layer A_dense_layer A_again A_logits A_buffers M_activations"
 )
 
 STATES = Sheet(
@@ -88,10 +88,14 @@ ACTIVATIONS = BLOCK + Sheet(  # uses the layer counts of STATES
         Formula("A_again", sympy.Max(A_moe_layer, A_dense_layer), "B", "a layer that runs again keeps what others do"),
         Formula("A_logits", n_logits * 6 * b * s * V / TP, "B", "logits, last stage: 2 bytes, and float32 in the loss"),
         Formula(
+            "A_buffers", n_all * 2 * k * b * s * EP * (n_mat * F + d) / G, "B",
+            "with gather, buffers of one layer at a time for all tokens of all ranks",
+        ),
+        Formula(
             "M_activations",
             (1 - n_again) * m * (moe_layers * A_moe_layer + (layers - moe_layers) * A_dense_layer)
             + n_again * (m * layers * 2 * b * s * d + A_again)
-            + A_logits,
+            + A_logits + A_buffers,
             "B", "activations of the micro-batches in flight; Piper eq. 3 and 4",
         ),
     ]

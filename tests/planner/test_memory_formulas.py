@@ -69,13 +69,19 @@ def test_saved_bytes_equal_the_measured_ones(row):
 
 
 def test_gather_has_room_for_the_tokens_of_all_ranks():
-    """Hold the tokens of all ranks on every rank, and hidden rows as if a rank had all experts of its tokens."""
+    """Hold the tokens of all ranks on every rank. Keep hidden rows in a stash, over two ranks in tensors for the worst
+    case. Buffers of one layer are for the worst case."""
     model = find_model("olmoe-1b-7b")
-    dedup, gather = (memory(model, Layout(dp=4, ep=4, dispatch=dispatch)) for dispatch in ("dedup", "gather"))
-    assert gather["n_dup"] == 4 and gather["A_dispatch"] == 4 * 2 * 4096 * model.hidden_size
-    assert gather["A_interm"] == 4 * dedup["A_interm"] and gather["M_states"] == dedup["M_states"]
-    offsets = 4 * (model.num_experts / 4 + 1)
-    assert gather["A_meta"] - offsets == 4 * (dedup["A_meta"] - offsets)
+    for ranks, room in ((2, 2), (4, 1.1)):
+        dedup, gather = (memory(model, Layout(dp=ranks, ep=ranks, dispatch=way)) for way in ("dedup", "gather"))
+        tokens = ranks * 4096
+        assert gather["n_dup"] == ranks and gather["A_dispatch"] == 2 * tokens * model.hidden_size
+        assert gather["A_interm"] == pytest.approx(room * dedup["A_interm"])
+        assert gather["M_states"] == dedup["M_states"] and dedup["A_buffers"] == 0
+        width = 3 * model.expert_size + model.hidden_size  # both up-projections, the activation, the result
+        assert gather["A_buffers"] == 2 * tokens * model.top_k * width
+        offsets = 4 * (model.num_experts / ranks + 1)
+        assert gather["A_meta"] - offsets == ranks * (dedup["A_meta"] - offsets)
 
 
 LAYOUTS = st.builds(
