@@ -194,18 +194,8 @@ def case_training_in_a_captured_step() -> None:
     _ALIVE_AT_THE_END.append(captured)
 
 
-def case_gathered_in_a_cuda_graph() -> None:
-    """Replay a training step as one graph with other tokens. Refuse to capture dispatches that read row counts."""
-    mesh = make_mesh()
-    if dist.get_backend() != "nccl":
-        return  # a CUDA graph cannot contain collectives of gloo
-    torch.manual_seed(0)
-    layer = Layer(SHAPE, shared=True)
-    example = (torch.zeros(64, SHAPE.d, device="cuda", dtype=torch.bfloat16),)
-    plan = moefx.Plan(dispatch="gather", max_tokens=SHAPE.T, validation="symbolic")
-    compiled = moefx.compile(copy.deepcopy(layer), mesh=mesh, plan=plan, example_inputs=example)
-    x, grad = (torch.randn(SHAPE.T, SHAPE.d, device="cuda").bfloat16() for _ in range(2))
-    x.requires_grad_()
+def _replay_with_other_tokens(compiled: torch.nn.Module, x: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
+    """Capture a training step, and compare its replays with eager steps. Returns their results."""
 
     def step() -> list[torch.Tensor]:
         x.grad = None
@@ -224,6 +214,7 @@ def case_gathered_in_a_cuda_graph() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()
+    results = []
     for seed in range(3):
         torch.manual_seed(10 * seed + dist.get_rank())
         with torch.no_grad():
@@ -232,7 +223,31 @@ def case_gathered_in_a_cuda_graph() -> None:
         found = [t.clone() for t in captured]
         torch.cuda.synchronize()
         assert all(map(torch.equal, found, step())), seed
-    del graph, captured, found  # a graph that holds a communicator keeps the process group alive
+        results += found
+    del graph, captured  # a graph that holds a communicator keeps the process group alive
+    return results
+
+
+def case_gathered_in_a_cuda_graph() -> None:
+    """Replay a training step as one graph with other tokens. Refuse to capture dispatches that read row counts."""
+    mesh = make_mesh()
+    if dist.get_backend() != "nccl":
+        return  # a CUDA graph cannot contain collectives of gloo
+    torch.manual_seed(0)
+    layer = Layer(SHAPE, shared=True)
+    example = (torch.zeros(64, SHAPE.d, device="cuda", dtype=torch.bfloat16),)
+    plan = moefx.Plan(dispatch="gather", max_tokens=SHAPE.T, validation="symbolic")
+    x, grad = (torch.randn(SHAPE.T, SHAPE.d, device="cuda").bfloat16() for _ in range(2))
+    x.requires_grad_()
+    by_factor = []
+    for factor in (None, 0.5, 1.5):  # 0.5 has no room for a balanced layer. A later stash must be larger
+        compiled = moefx.compile(
+            copy.deepcopy(layer), mesh=mesh, plan=plan.replace(stash_factor=factor), example_inputs=example
+        )
+        by_factor.append(_replay_with_other_tokens(compiled, x, grad))
+        assert bool(moefx.blocks(compiled)[0].stash_misses) == (factor == 0.5)
+    for found in zip(*by_factor, strict=True):
+        assert all(torch.equal(found[0], other) for other in found[1:])
     uneven = moefx.compile(copy.deepcopy(layer), mesh=mesh, plan=plan.replace(dispatch="dedup", max_tokens=None),
                            example_inputs=example)  # fmt: skip
     uneven(x)
