@@ -52,6 +52,11 @@ def check_effects(plan: Plan, mesh: Any) -> None:
         raise _no_effect(plan, "chunks", "dispatch='gather' moves all tokens at once")
 
 
+def without_mesh_fields(plan: Plan) -> Plan:
+    """Return the plan for a single rank: without the fields that have no effect there."""
+    return plan.replace(**{field: getattr(Plan(), field) for field in _MESH_FIELDS})
+
+
 def check_graph_plan(plan: Plan) -> None:
     """Check the plan of a flat graph, which has neither mesh nor planner.
 

@@ -122,7 +122,7 @@ def find_data_rank(mesh: DeviceMesh) -> tuple[int, int]:
 
 
 def train(pipe: Any, mesh: DeviceMesh, microbatches: int) -> Training:
-    seen, optimizer = [], torch.optim.AdamW(pipe.parameters(), lr=0.05)
+    seen, optimizer = [], torch.optim.AdamW(pipe.parameters(), lr=0.05, foreach=True)
     number, ranks = find_data_rank(mesh)
     for step in range(STEPS):
         optimizer.zero_grad()

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from ..._plan import Plan
 from ...api import compile as compile_model
 from ...compiled_blocks import RECORD
+from ...driver.plan_check import without_mesh_fields
 from ...errors import InvalidInput, InvalidPlan, NoMoEBlockFound
 from ...ir.argument_binding import ExampleInputs
 from ...planner.decision import Decision
@@ -116,6 +117,8 @@ def pipeline(
     group = StageGroup(mesh, list(model.state_dict()))
     cut, plan, decision = _plan_stages(model, mesh, plan, order, name, counts, example_inputs)
     stage_mesh = mesh[tuple(sizes)] if sizes else None
+    if stage_mesh is not None and stage_mesh.size() == 1:  # parameters stay plain tensors, as without these axes
+        stage_mesh, plan = None, without_mesh_fields(plan)
     stages: list[Stage] = []
     missing: list[str] = []
     error: Exception | None = None
@@ -136,7 +139,7 @@ def pipeline(
         raise NoMoEBlockFound(f"no stage of the pipeline has a block that was rewritten: {missing[0]}")
     try:
         for stage in stages:
-            if stage_mesh is not None and stage_mesh.size() > 1:
+            if stage_mesh is not None:
                 sharding.shard(stage.model, stage_mesh)
             if recompute:
                 recompute_layers(stage.model, cut.list_layers(stage.number))
