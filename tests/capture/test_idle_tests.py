@@ -395,6 +395,17 @@ class Active(Buckets):
         return out
 
 
+class Indexed(Buckets):
+    def mixed(self, x, w, ids):
+        masks = nn.functional.one_hot(ids[:, 0], 6).T
+        out = torch.zeros_like(x)
+        for active in (masks.sum(1) > 0).nonzero():
+            e = active.item()
+            (t,) = torch.where(masks[e])
+            out[t] += self.expert(e, x[t], w[t])
+        return out
+
+
 class Dictionary(Buckets):
     def of_buckets(self, x, w, ids, buckets):
         found = {}
@@ -467,7 +478,7 @@ class Grouped(Buckets):
         return out
 
 
-@pytest.mark.parametrize("kind", [Skips, Appends, Starts, Active, Dictionary, Lists, Early, Asked, Combined])
+@pytest.mark.parametrize("kind", [Skips, Appends, Starts, Active, Indexed, Dictionary, Lists, Early, Asked, Combined])
 def test_an_expert_without_tokens_is_left_out(kind):
     assert rewritten(kind(), torch.zeros(12, 6)).match.num_experts == 6
 

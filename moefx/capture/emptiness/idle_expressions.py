@@ -51,6 +51,8 @@ class Expressions(Calls):
             return Value(Kind.CONTAINER) if is_list else value
         if isinstance(node, ast.Call) and event.kind is Kind.OUTCOME:
             return self.evaluate_call(node, event)
+        if event.kind is Kind.CONTAINER and event.type is Type.UNKNOWN and value.type is Type.TENSOR:
+            return event._replace(type=Type.TENSOR)  # the items of a tensor are tensors
         return event
 
     def evaluate_call(self, node: ast.Call, event: Value) -> Value:
