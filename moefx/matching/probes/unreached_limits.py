@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _MAX_CROWDS = 4  # captures that go beyond limits
 _CROWD_SHARE = 0.85  # of the tokens choose one expert under "overloaded" and "contested": 0.9 on average
 MAX_CROWD_TOKENS = 600  # limit of captures that overflow a capacity, or confirm a number's change
+_COUNTING = {"_to_copy", "sum", "cumsum", "index_add", "index_put", "scatter_add"}  # ops that may make a narrow count
 _EXACT = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11}  # the dtype holds all integers up to this one
 UNKNOWN = 0  # limit of a number that is no plain count: the tokens that reach it are unknown
 OpSite = tuple[Source, str]
@@ -300,10 +301,12 @@ def _find_narrow_limit(capture: Capture, n: fx.Node) -> int | None:
     Numbers wrap around beyond: a capture of more tokens does not show all sizes.
     """
     val, name = n.meta.get("val"), get_op_name(n)
-    if not isinstance(val, torch.Tensor) or val.dtype not in NARROW or name not in ("_to_copy", "sum", "cumsum"):
+    if not isinstance(val, torch.Tensor) or val.dtype not in NARROW or name not in _COUNTING:
         return None
     inputs = n.all_input_nodes
-    if not depends_on_routing(n) or len(inputs) != 1 or not follows_from_integers(inputs[0]):
+    if not depends_on_routing(n) or not all(map(follows_from_integers, inputs)):
+        return None
+    if name == "index_put" and n.args[3:4] != (True,):  # it does not accumulate
         return None
     largest = torch.iinfo(val.dtype).max
     is_exact = name == "_to_copy" and _is_bounded(IntegerRanges.with_more_tokens(capture), inputs[0], largest + 1)

@@ -72,10 +72,15 @@ def test_functions_of_ranks_are_rewritten_or_refused(turn):
     check(lambda w, i, p, c: (w * keep(p, c, i), i), calls, is_rewritten=turn not in REFUSED)
 
 
-def test_counts_that_overflow_a_byte():
+def count_by_index_add(i, c):
+    return torch.zeros(E, dtype=torch.uint8).index_add(0, i[:, 0], torch.ones(len(i), dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("count", [lambda i, c: c.sum(0).to(torch.uint8), count_by_index_add])
+def test_counts_that_overflow_a_byte(count):
     """Count 256 tokens of one expert, which a byte counts as none."""
     calls = [(draw_tokens(18),), (draw_tokens(1).expand(256, D),)]
-    check(lambda w, i, p, c: (w * (c.sum(0).to(torch.uint8) > 0)[i], i), calls, is_rewritten=True)
+    check(lambda w, i, p, c: (w * (count(i, c) > 0)[i], i), calls, is_rewritten=True)
 
 
 @pytest.mark.parametrize(
