@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
+from ...capture.code_locations import Source
 from ...errors import Refused
 from ...ir.node_values import get_op_name
 
 aten = torch.ops.aten
+_CHOOSE = "run the same operations in every call, and choose between their results by torch.where"
 _VIEWS = {str(op) for op in (aten.view.default, aten._unsafe_view.default, aten.reshape.default)}
 
 
@@ -41,5 +44,15 @@ def routing_dependence(here: fx.Node, there: fx.Node) -> Refused:
         f"code outside the experts depends on the routing or on sizes: {get_op_name(here)} here, "
         f"{get_op_name(there)} there",
         source=str(there.meta["source"]),
-        remedy="run the same operations in every call, and choose between their results by torch.where",
+        remedy=_CHOOSE,
     )
+
+
+def branch_dependence(branch: Source, buffers: Sequence[str]) -> Refused:
+    """Build the refusal of a step that depends on a branch of Python.
+
+    Args:
+        buffers: the buffers that decide the branch; empty if anything else does, too.
+    """
+    value = f"the buffer {', '.join(buffers)}" if buffers else "a value that Python reads from a tensor"
+    return Refused(f"code outside the experts depends on {value}: {branch.text}", source=str(branch), remedy=_CHOOSE)

@@ -8,12 +8,14 @@ from typing import Any
 import torch.utils._pytree as pytree
 from torch import fx
 
-from ...capture.capture_result import SubmoduleCall
+from ...capture.capture_result import Capture, HostRead, SubmoduleCall
+from ...capture.code_locations import Source
 from ...errors import Refused
 from ...ir.node_values import get_op_name
-from ...matching.facts.graph_nodes import is_random
+from ...matching.facts.graph_nodes import depends_on_routing, is_random
 from ...matching.match_result import Match
-from .aligned_nodes import AlignedNodes, leaf_nodes, op_kind, routing_dependence
+from ...matching.probes.branch_outcomes import find_buffers
+from .aligned_nodes import AlignedNodes, branch_dependence, leaf_nodes, op_kind, routing_dependence
 from .scalar_reads import ScalarReads
 from .submodule_calls import find_module_calls, is_within
 
@@ -78,7 +80,7 @@ class ResidualWalk:
             n = aligned.first
             if n in seen:
                 if tuple(self.aligned[n]) != tuple(aligned):
-                    raise routing_dependence(
+                    raise self._refuse_difference(
                         n, next(b for a, b in zip(self.aligned[n], aligned, strict=True) if a is not b)
                     )
                 continue
@@ -86,7 +88,7 @@ class ResidualWalk:
             self.aligned[n] = aligned
             if n.op == "placeholder":
                 if any(t.op != "placeholder" or t.meta["position"] != n.meta["position"] for t in aligned):
-                    raise routing_dependence(
+                    raise self._refuse_difference(
                         n,
                         next(t for t in aligned if t.op != "placeholder" or t.meta["position"] != n.meta["position"]),
                     )
@@ -100,7 +102,8 @@ class ResidualWalk:
                 continue
             if any(t is c for t, c in zip(aligned, self.cut, strict=True)):
                 if tuple(aligned) != tuple(self.cut):
-                    raise routing_dependence(n, next(t for t, c in zip(aligned, self.cut, strict=True) if t is not c))
+                    are_cuts = [t is c for t, c in zip(aligned, self.cut, strict=True)]
+                    raise self._refuse_difference(n, aligned[are_cuts.index(not are_cuts[0])])
                 needed[n.meta["index"] * 2] = aligned
                 continue
             if n in self.absorbed and n.op != "get_attr":
@@ -114,17 +117,24 @@ class ResidualWalk:
             stack += self._pair_arguments(aligned)
         return [needed[i] for i in sorted(needed)]
 
+    def _refuse_difference(self, here: fx.Node, there: fx.Node) -> Refused:
+        """Build the refusal of a step that differs between captures. Name the branch of Python that causes it."""
+        branch = _find_branch([c for n in (here, there) for c in self.captures if n in c.nodes])
+        if branch is None:
+            return routing_dependence(here, there)
+        return branch_dependence(branch.source, find_buffers(branch))
+
     def _require_same_result(self, aligned: AlignedNodes, call: list[SubmoduleCall]) -> None:
         """Refuse unless the nodes are the same result of the call in every capture."""
         columns = zip(*[leaf_nodes(c.out) for c in call], strict=True)
         if tuple(aligned) not in {tuple(column) for column in columns}:
-            raise routing_dependence(aligned[0], next(t for t in aligned[1:] if t is not aligned[0]))
+            raise self._refuse_difference(aligned[0], next(t for t in aligned[1:] if t is not aligned[0]))
 
     def _pair_arguments(self, aligned: AlignedNodes) -> list[AlignedNodes]:
         first = aligned.first
         for other in aligned[1:]:
             if other.op != first.op or (first.op == "call_function" and op_kind(other) != op_kind(first)):
-                raise routing_dependence(first, other)
+                raise self._refuse_difference(first, other)
         return self._pair_trees([(n.args, n.kwargs) for n in aligned], str(first.meta["source"]))
 
     def _pair_trees(self, trees: list[Any], where: str) -> list[AlignedNodes]:
@@ -139,3 +149,16 @@ class ResidualWalk:
             )
         read = [live.aligned for column in zip(*leaves, strict=False) if (live := self.reads.find(column))]
         return [*(AlignedNodes(column) for column in zip(*flats, strict=True)), *read]
+
+
+def _find_branch(captures: Sequence[Capture]) -> HostRead | None:
+    """Return a read of Python that was forced in a capture, or differs between captures without the routing."""
+    forced = [read for capture in captures for read in capture.reads if read.call_stack in capture.interventions]
+    if forced:
+        return forced[-1]
+    known: dict[tuple[Source, ...], Any] = {}
+    for read in (read for capture in captures for read in capture.reads):
+        is_branch = type(read.value) is bool and read.node is not None and not depends_on_routing(read.node)
+        if is_branch and known.setdefault(read.call_stack, read.value) is not read.value:
+            return read
+    return None

@@ -117,6 +117,25 @@ class TestRefused:
 
         self.refusal(Counted(), "a number depends on the routing")
 
+    def test_a_branch_on_activations_is_named(self):
+        class Halved(Loop):
+            def forward(self, x):
+                out = super().forward(x)
+                return out / 2 if out.abs().max() > 30 else out
+
+        self.refusal(Halved(), "a value that Python reads from a tensor: return out / 2 if out.abs")
+
+    def test_a_branch_on_a_buffer_is_named(self):
+        class Warm(Loop):
+            def __init__(self):
+                super().__init__()
+                self.register_buffer("step", torch.zeros((), dtype=torch.long))
+
+            def route(self, x):
+                return super().route(x * 0 if self.step < 100 else x)
+
+        self.refusal(Warm(), "code outside the experts depends on the buffer step: return super")
+
     def test_list_length_that_depends_on_the_routing_is_refused(self):
         self.refusal(Lists(), "code outside the experts depends on the routing")
 
