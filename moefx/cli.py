@@ -254,7 +254,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     ranking = plan(model, arguments.platform, arguments.gpus, **options)
     is_page = arguments.page is not None or not (arguments.no_page or arguments.explain or arguments.simulate)
     if not len(ranking):
-        arguments.explain = arguments.simulate = None  # `shown` prints the reasons instead
+        arguments.explain = arguments.simulate = None  # `Ranking.format` has the reasons instead
     if arguments.explain is not None:
         if arguments.explain > len(ranking):
             raise UsageError(f"--explain {arguments.explain}: {len(ranking)} layouts fit")
@@ -266,7 +266,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
         print(before + ranking.table(1, first=arguments.simulate - 1), flush=True)
         print(f"\n{ranking.simulate(arguments.simulate - 1, skew=arguments.skew)}")
     if arguments.explain is None and arguments.simulate is None:
-        print(ranking.shown(arguments.top), flush=True)
+        print(ranking.format(arguments.top), flush=True)
     if is_page:
         write_page(ranking, arguments.page)
     return 0 if len(ranking) else 1

@@ -52,14 +52,14 @@ class Entry:
         return self.step["MFU"]
 
     @property
-    def short(self) -> str:
+    def short_label(self) -> str:
         """A short label: `PP4 TP1 EP8 ZeRO-1 h`."""
         x = self.layout
         kept = "inputs" if x.recompute else x.kept
         return f"PP{x.pp} TP{x.tp} EP{x.ep}{' SSMB' if x.ssmb else ''} ZeRO-{x.zero} {kept}"
 
     @property
-    def words(self) -> str:
+    def long_label(self) -> str:
         """The label in words: `4 pipeline stages, experts over 8 GPUs, ZeRO-1, ...`"""
         x = self.layout
         shared = {"data parallelism": x.dp, "tensor parallelism": x.tp, "experts": x.ep}
@@ -72,7 +72,7 @@ class Entry:
     def __repr__(self) -> str:
         x = self.layout
         figures = f"{amount(self.memory['M_gpu'], 'B')}, {amount(self.seconds, 's')} a step, MFU {self.mfu:.1%}"
-        return f"<Entry {self.short}, {x.microbatches} micro-batches of {x.sequences}: {figures}>"
+        return f"<Entry {self.short_label}, {x.microbatches} micro-batches of {x.sequences}: {figures}>"
 
     def cells(self) -> list[str]:
         """Return the entry's cells in a table with the columns `COLUMNS`, without the number."""

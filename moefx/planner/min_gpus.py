@@ -37,7 +37,7 @@ class MinGpus:
             needs = amount(self.entry.memory["M_gpu"], "B")
             return (
                 f"Doubling the GPUs, {self.num_ranks} are the first on which something fits, in {needs} a GPU: "
-                f"{self.entry.words}."
+                f"{self.entry.long_label}."
             )
         limit = "the platform does not have twice as many" if self.is_all else "larger numbers were not searched"
         lacks, least = "no layout divides", self.nearest

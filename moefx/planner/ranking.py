@@ -173,9 +173,9 @@ class Ranking:
         Path(path).write_text(render(self, tell), encoding="utf-8")
 
     def __str__(self) -> str:
-        return self.shown()
+        return self.format()
 
-    def shown(self, most: int = 10) -> str:
+    def format(self, most: int = 10) -> str:
         """Return the `most` best layouts as a table with a legend, and the reasons against the rejected ones."""
         lines = [
             f"{self.model.name} on {self.num_ranks} x {self.platform.device}: {len(self.entries)} layouts fit "
@@ -186,8 +186,8 @@ class Ranking:
             lines += [f"{self.model.name}: {self.model.note}."]
         if not self.platform.is_measured:
             lines += [f"{self.platform.name} has data-sheet figures only: real steps take longer, real MFUs are lower."]
-        if not self.entries and (fewest := self.fewest()):
-            lines += ["", str(fewest)]
+        if not self.entries and (min_gpus := self.find_min_gpus()):
+            lines += ["", str(min_gpus)]
         lines += ["", "rejected"] + [f"  {sizes}: {why}" for sizes, why in self.reasons()]
         return "\n".join(lines)
 
@@ -222,14 +222,15 @@ class Ranking:
         term, there = TERMS[nearest.term], self.platform.networks[-1].ranks
         remedy = "fewer tokens, or more GPUs" if nearest.term == "M_activations" else "more GPUs"
         has_more = not 0 < there < 2 * self.num_ranks
-        how = "print(ranking.fewest()) says how many would do" if has_more else f"the platform has at most {there}"
+        call = "print(ranking.find_min_gpus())"
+        how = f"{call} says how many would do" if has_more else f"the platform has at most {there}"
         return (
             f"{head} ({amount(self.platform.memory_bytes, 'B')} each). {nearest.label} comes nearest: it "
             f"{amount(nearest.lacking, 'B')}, most of what it needs is {term}. Take {remedy} ({how}); "
             "print(ranking) has the reasons"
         )
 
-    def fewest(self) -> MinGpus | None:
+    def find_min_gpus(self) -> MinGpus | None:
         """Find the smallest number of GPUs on which a layout fits, by doubling, if nothing fits here. Takes some
         seconds."""
         return find_min_gpus(self)

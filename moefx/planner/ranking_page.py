@@ -78,13 +78,13 @@ def _render_heading(ranking: Ranking) -> str:
     text = f"{len(ranking)} layouts fit {amount(platform.memory_bytes, 'B')}."
     if len(ranking):
         best = ranking[0]
-        text += f" The fastest takes {amount(best.seconds, 's')} a step, an MFU of {best.mfu:.1%}: {best.words}."
+        text += f" The fastest takes {amount(best.seconds, 's')} a step, an MFU of {best.mfu:.1%}: {best.long_label}."
         if not platform.is_measured:
             text += " This platform has data-sheet figures only: real steps take longer, real MFUs are lower."
     else:
         least = ranking.nearest
         text += f" The one that comes nearest, {least.label}, {least.why}." if least else ""
-        text += f" {min_gpus}" if (min_gpus := ranking.fewest()) else ""
+        text += f" {min_gpus}" if (min_gpus := ranking.find_min_gpus()) else ""
         text += f" {SIZES}"
     total, active = (model.parameters(experts) / 1e9 for experts in (None, model.top_k))
     size = f"{total:.4g} billion parameters, {active:.4g} of them active"
@@ -259,7 +259,7 @@ def _format_scaling_row(kind: str, point: ScalingPoint, points: Sequence[Scaling
         why = f"does not fit: {amount(point.lacking, 'B')} too much" if point.lacking else "no layout divides"
         return [kind, why, *sizes, "-", "-", "-", "-"]
     best, of_ideal = point.best, point.of_ideal(next(p for p in points if p.best))
-    return [kind, best.short, *sizes, amount(best.seconds, "s"), f"{best.mfu:.1%}", f"{of_ideal:.0%}", ""]
+    return [kind, best.short_label, *sizes, amount(best.seconds, "s"), f"{best.mfu:.1%}", f"{of_ideal:.0%}", ""]
 
 
 def _render_formulas(ranking: Ranking) -> str:
@@ -283,8 +283,8 @@ def _render_rejected(ranking: Ranking) -> str:
 
 
 def _build_unique_labels(entries: Sequence[Entry]) -> list[str]:
-    """Return `Entry.short` of each entry, and other columns that differ between entries of the same label."""
-    names = [entry.short for entry in entries]
+    """Return `Entry.short_label` of each entry, and other columns that differ between entries of the same label."""
+    names = [entry.short_label for entry in entries]
     columns = list(COLUMNS)[1:]
     labels = []
     for entry, name in zip(entries, names, strict=True):

@@ -77,11 +77,11 @@ def explain_above_ideal(ranking: Ranking, points: Sequence[ScalingPoint]) -> str
     if top.of_ideal(first) < 1.005:  # "100 %"
         return ""
     assert first.best and top.best
-    there = f"{first.num_ranks} GPUs"
     return (
-        f"Above 100 %, {top.of_ideal(first):.0%} on {top.num_ranks} GPUs: the fastest layout there, {top.best.short}, "
-        f"{_explain_impossible(ranking, top, first)}. On {there} {first.best.short} is left, and of a sequence it "
-        f"takes more GPU-seconds for {_list_savings(ranking, top, first)}."
+        f"Above 100 %, {top.of_ideal(first):.0%} on {top.num_ranks} GPUs: the fastest layout there, "
+        f"{top.best.short_label}, {_explain_impossible(ranking, top, first)}. On {first.num_ranks} GPUs "
+        f"{first.best.short_label} is left, and of a sequence it takes more GPU-seconds for "
+        f"{_list_savings(ranking, top, first)}."
     )
 
 

@@ -30,7 +30,7 @@ def test_the_cause_of_more_than_ideal(ranking, weak):
     assert top.of_ideal(first) == first.best.seconds / top.best.seconds > 1.1
     assert f"{top.of_ideal(first):.0%} on {top.num_ranks} GPUs" in x
     for best in (first.best, top.best):
-        assert best.short in x
+        assert best.short_label in x
     there = dataclasses.replace(top.best.layout, dp=top.best.layout.dp * first.num_ranks // top.num_ranks)
     needs = evaluate_memory(ranking.model, there, ranking.platform)["M_gpu"]
     assert f"would need {amount(needs, 'B')} of a GPU's 80 GiB on 32 GPUs (optimizer states " in x

@@ -153,7 +153,7 @@ def test_a_notebook_shows_a_line(small):
     """Not thousands of fields."""
     entry, x = small[3], small[3].layout
     assert repr(entry) == (
-        f"<Entry {entry.short}, {x.microbatches} micro-batches of {x.sequences}: "
+        f"<Entry {entry.short_label}, {x.microbatches} micro-batches of {x.sequences}: "
         f"{amount(entry.memory['M_gpu'], 'B')}, {amount(entry.seconds, 's')} a step, MFU {entry.mfu:.1%}>"
     )
     assert repr(small) == (
@@ -161,8 +161,8 @@ def test_a_notebook_shows_a_line(small):
         "print it for all>"
     )
     assert "0 layouts fit; print it" in repr(plan("deepseek-v3", "a100-40gb", 8))
-    words = dataclasses.replace(entry, layout=LAYOUT).words
-    assert words == (
+    label = dataclasses.replace(entry, layout=LAYOUT).long_label
+    assert label == (
         "2 pipeline stages, data parallelism over 8 GPUs, tensor parallelism over 2 GPUs, experts over 16 GPUs, SSMB, "
         "ZeRO-1, kept for the backward: policy 'h'"
     )
