@@ -83,12 +83,12 @@ class Failure:
     """The failure of an attempt, or of a stage of attempts.
 
     Attributes:
-        state: the proof of the first attempt.
+        proof: the proof of the first attempt.
         failed_guards: the guards of a proof that its example fails, if there is a proof.
     """
 
     error: Exception
-    state: ProofState
+    proof: ProofState
     failed_guards: tuple[SizeGuard, ...] = ()
 
     @property
@@ -159,25 +159,25 @@ def list_attempts(args: tuple, kwargs: dict[str, Any], numbers: ModelNumbers, pr
 def _vary_options(attempt: Attempt) -> Attempts:
     """List the attempts with some arguments: the most likely interpretation of the program, then the others."""
     first = yield from _vary_sizes(attempt)
-    for name, options in list_other_options(first.state) if first.refusal else ():
+    for name, options in list_other_options(first.proof) if first.refusal else ():
         other = yield from _vary_sizes(attempt.vary(name, options=options))
         if other.refusal is None:
             return other
     return first
 
 
-def list_other_options(state: ProofState) -> Iterator[tuple[str, LiftOptions]]:
+def list_other_options(proof: ProofState) -> Iterator[tuple[str, LiftOptions]]:
     """List other interpretations of the program with their names, to try if that of a proof is refused."""
-    if state.evidence.compares_floats and not state.options.symbolic:
+    if proof.evidence.compares_floats and not proof.options.symbolic:
         yield "comparisons as parts of activations", LiftOptions(symbolic=True)
-    if state.evidence.drops_slots:
+    if proof.evidence.drops_slots:
         yield "the routed sum after all writes to it", LiftOptions(cut_preference="write")
         yield "the routed sum at any last node", LiftOptions(cut_preference="any")
-    is_masked = any(t.example is not None and not t.is_single for t in state.arguments.tensors)
-    captured, width = state.evidence.diagnosed_capture, state.arguments.width
+    is_masked = any(t.example is not None and not t.is_single for t in proof.arguments.tensors)
+    captured, width = proof.evidence.diagnosed_capture, proof.arguments.width
     if captured is None or not (is_masked or has_rows_of_padding(captured, width)):
         return
-    if lines := find_padding_lines(state.block, captured, width):
+    if lines := find_padding_lines(proof.block, captured, width):
         yield "opaque lines that pad hidden states", LiftOptions(opaque_lines=lines)
 
 
@@ -195,7 +195,7 @@ def _vary_sizes(attempt: Attempt) -> Attempts:
             if failure.refusal is None:
                 return failure
         return first
-    restrictions = first.state.evidence.list_comparisons_unlike(first.state.arguments.sizes)
+    restrictions = first.proof.evidence.list_comparisons_unlike(first.proof.arguments.sizes)
     # an assertion on sizes is raised by the program
     if not restrictions or not (first.refusal or is_raised_by_program(first.error)):
         return first
@@ -218,24 +218,24 @@ def run_attempt(
     Args:
         max_experts: an upper bound on the number of experts.
     """
-    state = ProofState(block, attempt.arguments, max_experts, attempt.size_restrictions, attempt.options)
+    proof = ProofState(block, attempt.arguments, max_experts, attempt.size_restrictions, attempt.options)
     try:
         try:
-            match = prove(state)  # captures and matches
-            samples = SizeSamples(match, state)
+            match = prove(proof)  # captures and matches
+            samples = SizeSamples(match, proof)
             match = explain_drops(match, samples)
             match, rewritten = rewrite(match, samples, names)
             if match.excludes_calls_without_tokens:
                 match = dataclasses.replace(match, is_empty_without_tokens=samples.is_empty_without_tokens())
         except Refused as refusal:
-            trace = ProofTrace(state.probe_runs, _find_failed_cuts(refusal))
-            explained = _explain_refusal(refusal, state)
+            trace = ProofTrace(proof.probe_runs, _find_failed_cuts(refusal))
+            explained = _explain_refusal(refusal, proof)
             explained.trace = trace
-            return Failure(explained, state)
+            return Failure(explained, proof)
         failed = tuple(g for g in match.guards if not g.holds(match.arguments.sizes))
-        return Failure(_refuse_example(match, failed[0]), state, failed) if failed else (match, rewritten)
+        return Failure(_refuse_example(match, failed[0]), proof, failed) if failed else (match, rewritten)
     except Exception as error:  # also the user's own, such as an assertion on sizes
-        return Failure(error, state)
+        return Failure(error, proof)
 
 
 def _refuse_example(match: Match, failed: SizeGuard) -> Refused:
@@ -257,18 +257,18 @@ def _refuse_example(match: Match, failed: SizeGuard) -> Refused:
     return refusal
 
 
-def _explain_refusal(refusal: Refused, state: ProofState) -> Refused:
+def _explain_refusal(refusal: Refused, proof: ProofState) -> Refused:
     """Return a refusal that names the cause in the program, if the match only reports where it stopped."""
-    if (captured := state.evidence.diagnosed_capture) is None:
+    if (captured := proof.evidence.diagnosed_capture) is None:
         return refusal
-    if of_branch := explain_branch(state):
+    if of_branch := explain_branch(proof):
         return of_branch
     if refusal.cause is Cause.NOT_TOGETHER:
         return explain_limit(captured) or refusal
     if refusal.cause not in _STOPPED:
         return refusal
-    sizes, fixed = captured.sizes.dims, state.arguments.fixed
-    series = [dim for dim in state.arguments.token_dims[1:] if dim in sizes or dim in fixed]
+    sizes, fixed = captured.sizes.dims, proof.arguments.fixed
+    series = [dim for dim in proof.arguments.token_dims[1:] if dim in sizes or dim in fixed]
     positions = {**sizes, **fixed}[series[-1]] if series else None
     return explain_refusal(captured, positions) or refusal
 

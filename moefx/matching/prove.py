@@ -30,7 +30,7 @@ _MAX_EXTRA = 8  # captures to complete the evidence
 _COMPLETING_SEED = 30  # the first of their seeds
 
 
-def prove(state: ProofState) -> Match:
+def prove(proof: ProofState) -> Match:
     """Prove the canonical form of a block.
 
     `check_first_captures` and `merge_groups` refuse blocks, too, but are no probes: `build_match`, `explain_drops` and
@@ -40,88 +40,88 @@ def prove(state: ProofState) -> Match:
         Refused: no canonical form exists, or a routing, a branch or a size changes the form and no guard can exclude
             it.
     """
-    state.evidence.postpone_comparison()  # `align_with_richest` compares them with the richest one
-    capture_first_routings(state)
-    run_probes(state, COVERAGE)
-    align_with_richest(state)
-    check_first_captures(state)
-    run_probes(state, INTERVENTIONS)
-    run_probes(state, CONFIRMATIONS)
-    read_values_from_same_nodes(state)
-    merge_groups(state)  # raises before more captures are made
-    full = complete_evidence(state)
-    return build_match(state, [state.evidence.forms[i] for i in full])
+    proof.evidence.postpone_comparison()  # `align_with_richest` compares them with the richest one
+    capture_first_routings(proof)
+    run_probes(proof, COVERAGE)
+    align_with_richest(proof)
+    check_first_captures(proof)
+    run_probes(proof, INTERVENTIONS)
+    run_probes(proof, CONFIRMATIONS)
+    read_values_from_same_nodes(proof)
+    merge_groups(proof)  # raises before more captures are made
+    full = complete_evidence(proof)
+    return build_match(proof, [proof.evidence.forms[i] for i in full])
 
 
-def run_probes(state: ProofState, probes: Iterable[Probe]) -> None:
+def run_probes(proof: ProofState, probes: Iterable[Probe]) -> None:
     """Run probes in order, and record each."""
     for probe in probes:
-        with state.record_probe(probe.name, probe.again):
-            probe.run(state)
+        with proof.record_probe(probe.name, probe.again):
+            probe.run(proof)
 
 
 # ------------------------------------------------------------------ first captures
-def capture_first_routings(state: ProofState) -> None:
+def capture_first_routings(proof: ProofState) -> None:
     """Capture and lift the block under three routings with different numbers of tokens: tokens that spread out, that
     prefer some experts, and that crowd on a few."""
-    tokens = state.size_choice.first_tokens
-    _capture_reference(state, tokens)
-    _capture_contrast(state, "skewed", 1, max(25, tokens * 3 // 4))
+    tokens = proof.size_choice.first_tokens
+    _capture_reference(proof, tokens)
+    _capture_contrast(proof, "skewed", 1, max(25, tokens * 3 // 4))
     # a contest of two slots shows which slot of a token comes first
-    crowd: RoutingKind = "contested" if state.evidence.reference.slots > 1 else "overloaded"
-    _capture_contrast(state, crowd, 2, 13)
+    crowd: RoutingKind = "contested" if proof.evidence.reference.slots > 1 else "overloaded"
+    _capture_contrast(proof, crowd, 2, 13)
 
 
-def _capture_reference(state: ProofState, tokens: int) -> None:
+def _capture_reference(proof: ProofState, tokens: int) -> None:
     """Capture and lift tokens that spread out, with integers that change the outcomes of tests on them.
 
     Raises:
         Refused: no such capture can be lifted, also not with several sequences if each selects its experts.
     """
-    arguments, first = add_boundary_values(state, state.size_choice.choose(tokens, 0))
-    state.use_arguments(arguments)
-    sizes = state.size_choice.choose(tokens, 0)
-    first = first or state.capture(Routing("diverse", 0), sizes)
-    state.evidence.set_diagnosed_capture(first)
+    arguments, first = add_boundary_values(proof, proof.size_choice.choose(tokens, 0))
+    proof.use_arguments(arguments)
+    sizes = proof.size_choice.choose(tokens, 0)
+    first = first or proof.capture(Routing("diverse", 0), sizes)
+    proof.evidence.set_diagnosed_capture(first)
     try:
-        form = state.lift_first(first)
+        form = proof.lift_first(first)
     except Refused:
-        sizes = state.arguments.choose_sequences()
-        if not has_sequence_choices(first) or not state.size_choice.satisfies_restrictions(sizes):
+        sizes = proof.arguments.choose_sequences()
+        if not has_sequence_choices(first) or not proof.size_choice.satisfies_restrictions(sizes):
             raise
-        form = state.lift_first(state.capture(Routing("diverse", 0), sizes))
-    state.evidence.add(form)
-    _try_larger_flags(state, sizes)
+        form = proof.lift_first(proof.capture(Routing("diverse", 0), sizes))
+    proof.evidence.add(form)
+    _try_larger_flags(proof, sizes)
 
 
-def _capture_contrast(state: ProofState, kind: RoutingKind, variant: int, tokens: int) -> None:
+def _capture_contrast(proof: ProofState, kind: RoutingKind, variant: int, tokens: int) -> None:
     """Capture and lift about `tokens` tokens under another routing than that of the reference."""
-    sizes = state.size_choice.choose(tokens, variant)
-    state.evidence.add(_lift_routing(state, kind, variant, sizes))
+    sizes = proof.size_choice.choose(tokens, variant)
+    proof.evidence.add(_lift_routing(proof, kind, variant, sizes))
 
 
-def _try_larger_flags(state: ProofState, sizes: dict[str, int]) -> None:
+def _try_larger_flags(proof: ProofState, sizes: dict[str, int]) -> None:
     """Try larger numbers in integers that were 0 and 1.
 
     They may be factors, which a 1 hides, or numbers that choose experts. If the form or the expert index changes, keep
     the larger numbers.
     """
-    if (counted := add_larger_flags(state, sizes)) is None:
+    if (counted := add_larger_flags(proof, sizes)) is None:
         return
     arguments, captured = counted
     try:
-        form = state.lift_with_hint(captured, None)
+        form = proof.lift_with_hint(captured, None)
     except Refused:  # the integers are masks only
         return
     with contextlib.suppress(Refused):
-        form = state.evidence.require_same_form(form)
-        if form.expert_index.position == state.evidence.reference.expert_index.position:
+        form = proof.evidence.require_same_form(form)
+        if form.expert_index.position == proof.evidence.reference.expert_index.position:
             return
-    state.use_arguments(arguments)
-    state.evidence.replace_forms([form])
+    proof.use_arguments(arguments)
+    proof.evidence.replace_forms([form])
 
 
-def _lift_routing(state: ProofState, kind: RoutingKind, seed: int, sizes: dict[str, int]) -> CanonicalForm:
+def _lift_routing(proof: ProofState, kind: RoutingKind, seed: int, sizes: dict[str, int]) -> CanonicalForm:
     """Lift a capture under this kind of routing.
 
     Try other seeds if all second slots are dropped, such as by a small capacity, or all slots, such as by the values
@@ -133,7 +133,7 @@ def _lift_routing(state: ProofState, kind: RoutingKind, seed: int, sizes: dict[s
     attempts: list[tuple[RoutingKind, int]] = [(kind, 0), (kind, 3), (kind, 6)]
     for tried_kind, seed_offset in [*attempts, ("overloaded", 0)] if keep_values else attempts:
         try:
-            result = state.capture_and_lift(Routing(tried_kind, seed + seed_offset, keep_values=keep_values), sizes)
+            result = proof.capture_and_lift(Routing(tried_kind, seed + seed_offset, keep_values=keep_values), sizes)
         except NothingRouted as refusal:
             result = result or refusal
             continue
@@ -146,84 +146,84 @@ def _lift_routing(state: ProofState, kind: RoutingKind, seed: int, sizes: dict[s
 
 
 # --------------------------------------------------------------- steps between the probes
-def align_with_richest(state: ProofState) -> None:
+def align_with_richest(proof: ProofState) -> None:
     """Require all captures to have the form of the richest one, and put that one first.
 
     The richest capture has the most slots, then groups of experts, then shared summands.
     """
 
     def richness(i: int) -> tuple[int, ...]:
-        form = state.evidence.forms[i]
+        form = proof.evidence.forms[i]
         return form.slots, len(form.groups), len(form.shared), -i
 
-    richest = max(range(len(state.evidence.forms)), key=richness)
-    best = state.evidence.forms[richest]
+    richest = max(range(len(proof.evidence.forms)), key=richness)
+    best = proof.evidence.forms[richest]
     # poorer captures dropped all second choices, or no token or all tokens chose an identity expert
-    state.evidence.replace_forms(
+    proof.evidence.replace_forms(
         [
-            state.lift_with_hint(form.capture, best)
+            proof.lift_with_hint(form.capture, best)
             if form.slots < best.slots or len(form.shared) != len(best.shared)
             else form
-            for form in state.evidence.forms
+            for form in proof.evidence.forms
         ]
     )
-    state.evidence.set_reference(richest)
-    state.align_evidence()
+    proof.evidence.set_reference(richest)
+    proof.align_evidence()
 
 
-def check_first_captures(state: ProofState) -> None:
+def check_first_captures(proof: ProofState) -> None:
     """Refuse a block early for reasons that the first captures already show.
 
     Raises:
         Refused: parameters, side effects, or slots that are dropped without a rule.
     """
-    merge_groups(state)
-    for form in state.evidence.forms:
+    merge_groups(proof)
+    for form in proof.evidence.forms:
         refuse_effects(form.capture)
-    complete = _find_complete_captures(state)
+    complete = _find_complete_captures(proof)
     if not complete:
         return
-    forms = [state.evidence.forms[i] for i in complete]
+    forms = [proof.evidence.forms[i] for i in complete]
     try:
-        refuse_unexplained(build_match(state, forms))
+        refuse_unexplained(build_match(proof, forms))
     except Refused as refusal:
-        reference = state.evidence.reference
-        if not has_distinct_slots(reference, state.evidence.seen_experts):  # `repeated_experts` gives a better reason
+        reference = proof.evidence.reference
+        if not has_distinct_slots(reference, proof.evidence.seen_experts):  # `repeated_experts` gives a better reason
             return
         try:  # `read_values_from_same_nodes` may read weights off other nodes, those behind a mask
-            relifted = [state.relift(form, reference, reference, True) for form in forms]
-            refuse_unexplained(build_match(state, relifted))
+            relifted = [proof.relift(form, reference, reference, True) for form in forms]
+            refuse_unexplained(build_match(proof, relifted))
         except Refused:
             raise refusal from None
 
 
-def read_values_from_same_nodes(state: ProofState) -> None:
+def read_values_from_same_nodes(proof: ProofState) -> None:
     """Read the values of all captures from the same nodes.
 
     If a mask or limit drops nothing in a capture, a value is found before and after the mask; otherwise only after it.
     If captures have the value at different nodes, such as the branches of a `where`, read it after both.
     """
-    lines = [find_value_lines(form) for form in state.evidence.forms]
+    lines = [find_value_lines(form) for form in proof.evidence.forms]
     firsts = sorted({own_lines: i for i, own_lines in reversed([*enumerate(lines)])}.values())
     sources = [(i, False) for i in firsts]
     for at, align_to_last in [*sources, (0, True)] if len(firsts) > 1 else sources:
-        source = state.evidence.forms[at]
+        source = proof.evidence.forms[at]
         if not align_to_last and all(have_same_lines(own_lines, lines[at]) for own_lines in lines):
             continue
         relifted: dict[int, CanonicalForm] = {}
         with contextlib.suppress(Refused):
             for i in sorted(range(len(lines)), key=lambda i: i not in firsts):  # likeliest failures first
-                relifted[i] = state.relift(state.evidence.forms[i], source, state.evidence.reference, align_to_last)
+                relifted[i] = proof.relift(proof.evidence.forms[i], source, proof.evidence.reference, align_to_last)
                 expected = find_value_lines(relifted[firsts[0]]) if align_to_last else lines[at]
                 if not have_same_lines(find_value_lines(relifted[i]), expected):
                     break
             else:
-                state.evidence.replace_forms([relifted[i] for i in range(len(lines))])
+                proof.evidence.replace_forms([relifted[i] for i in range(len(lines))])
                 return
 
 
 # ---------------------------------------------------------------------- the match
-def complete_evidence(state: ProofState) -> list[int]:
+def complete_evidence(proof: ProofState) -> list[int]:
     """Choose the captures in which all groups of experts ran, and capture more until there are enough.
 
     The graph is read from these captures. Parameters are read from all, since some experts may run only in others.
@@ -232,54 +232,54 @@ def complete_evidence(state: ProofState) -> list[int]:
         Refused: no routing uses all groups.
     """
     for seed in range(_COMPLETING_SEED, _COMPLETING_SEED + _MAX_EXTRA):
-        complete = _find_complete_captures(state)
-        if any(state.evidence.forms[i].unrouted_value for i in complete):
-            complete = [i for i in complete if state.evidence.forms[i].unrouted_value]
-        if len(complete) >= 3 and _do_sizes_vary(state, complete):
+        complete = _find_complete_captures(proof)
+        if any(proof.evidence.forms[i].unrouted_value for i in complete):
+            complete = [i for i in complete if proof.evidence.forms[i].unrouted_value]
+        if len(complete) >= 3 and _do_sizes_vary(proof, complete):
             return complete
-        sizes = state.size_choice.choose(max(21, state.max_experts // 4), seed)
-        form = state.capture_and_lift(Routing(("diverse", "overloaded")[seed % 2], seed), sizes)
-        state.evidence.add(state.align_form(form), is_aligned=True)
+        sizes = proof.size_choice.choose(max(21, proof.max_experts // 4), seed)
+        form = proof.capture_and_lift(Routing(("diverse", "overloaded")[seed % 2], seed), sizes)
+        proof.evidence.add(proof.align_form(form), is_aligned=True)
     raise Refused(
-        f"none of {_MAX_EXTRA} more routings uses all {len(state.evidence.reference.groups)} kinds of experts at once",
-        source=str(state.evidence.reference.cut.meta["source"]),
+        f"none of {_MAX_EXTRA} more routings uses all {len(proof.evidence.reference.groups)} kinds of experts at once",
+        source=str(proof.evidence.reference.cut.meta["source"]),
         remedy="let a call select experts of all kinds",
     )
 
 
-def _find_complete_captures(state: ProofState) -> list[int]:
+def _find_complete_captures(proof: ProofState) -> list[int]:
     """Return the indices of the captures in which all groups of experts ran."""
-    return [i for i, form in enumerate(state.evidence.forms) if all(g.ids for g in form.groups)]
+    return [i for i, form in enumerate(proof.evidence.forms) if all(g.ids for g in form.groups)]
 
 
-def _do_sizes_vary(state: ProofState, captures: list[int]) -> bool:
+def _do_sizes_vary(proof: ProofState, captures: list[int]) -> bool:
     """Return whether some captures differ in their sizes, and in each axis that varies among all captures.
 
     A number that depends on an axis of fixed size would look like a constant.
     """
 
     def count(axes: tuple[str, ...], among: Iterable[int]) -> int:
-        return len({tuple(state.evidence.sizes[i][dim] for dim in axes) for i in among})
+        return len({tuple(proof.evidence.sizes[i][dim] for dim in axes) for i in among})
 
-    all_captures, dims = range(len(state.evidence.sizes)), state.arguments.dims
+    all_captures, dims = range(len(proof.evidence.sizes)), proof.arguments.dims
     return count(dims, captures) >= min(3, count(dims, all_captures)) and all(
         count((dim,), captures) >= min(2, count((dim,), all_captures)) for dim in dims
     )
 
 
-def merge_groups(state: ProofState) -> list[ProvenGroup]:
+def merge_groups(proof: ProofState) -> list[ProvenGroup]:
     """Merge the groups of experts of all captures, with complete tables of parameters.
 
     Raises:
         Refused: an expert uses different parameters, or computes different functions, in two captures.
     """
     merged_groups = []
-    for g, first in enumerate(state.evidence.reference.groups):
-        ids = sorted({e for form in state.evidence.forms for e in form.groups[g].ids})
+    for g, first in enumerate(proof.evidence.reference.groups):
+        ids = sorted({e for form in proof.evidence.forms for e in form.groups[g].ids})
         tables = []
         for j in range(len(first.tables)):
             merged: dict[int, ParameterSlice] = {}
-            for form in state.evidence.forms:
+            for form in proof.evidence.forms:
                 for e, part in form.groups[g].tables[j].items():
                     if merged.setdefault(e, part) != part:
                         raise Refused(
@@ -294,28 +294,28 @@ def merge_groups(state: ProofState) -> list[ProvenGroup]:
     if repeated := sorted({e for e in owners if owners.count(e) > 1}):
         raise Refused(
             f"expert {repeated[0]} computes different functions under different routings",
-            source=str(state.evidence.reference.cut.meta["source"]),
+            source=str(proof.evidence.reference.cut.meta["source"]),
             remedy=ONE_FUNCTION,
         )
     return merged_groups
 
 
-def build_match(state: ProofState, forms: list[CanonicalForm]) -> Match:
+def build_match(proof: ProofState, forms: list[CanonicalForm]) -> Match:
     """Build the match of some captures, with the parameters that any capture has shown."""
-    groups = merge_groups(state)
+    groups = merge_groups(proof)
     for group, merged in enumerate(groups):
         merged.values = [list(refs) for refs in zip(*[form.groups[group].values for form in forms], strict=True)]
     compared = {g for form in forms for g in form.capture.sizes.guards if all(g.holds(other.sizes) for other in forms)}
     return Match(
-        block=state.block,
-        arguments=state.arguments,
+        block=proof.block,
+        arguments=proof.arguments,
         forms=forms,
         groups=groups,
-        num_experts=state.num_experts,
-        extra_guards=[g for g in dict.fromkeys((*state.size_restrictions, *state.guards)) if g not in compared],
+        num_experts=proof.num_experts,
+        extra_guards=[g for g in dict.fromkeys((*proof.size_restrictions, *proof.guards)) if g not in compared],
         modes_read=set().union(*[form.capture.modes_read for form in forms]),
-        size_restrictions=state.size_restrictions,
-        probe_runs=state.probe_runs,
+        size_restrictions=proof.size_restrictions,
+        probe_runs=proof.probe_runs,
     )
 
 

@@ -67,16 +67,16 @@ def explain_limit(capture: Capture) -> Refused | None:
     return None
 
 
-def explain_branch(state: ProofState) -> Refused | None:
+def explain_branch(proof: ProofState) -> Refused | None:
     """Return a refusal that names the buffer whose value disables the selection of experts, or None."""
-    diagnosed = state.evidence.diagnosed_capture
-    if diagnosed is None or state.evidence.forms:
+    diagnosed = proof.evidence.diagnosed_capture
+    if diagnosed is None or proof.evidence.forms:
         return None
     routing, sizes = diagnosed.routing.restart(), diagnosed.sizes.dims
     for read in diagnosed.reads:
         if type(read.value) is bool and (buffers := find_buffers(read)):
             with suppress_program_errors(MoefxError):
-                state.capture_and_lift(routing, sizes, {read.call_stack: not read.value})
+                proof.capture_and_lift(routing, sizes, {read.call_stack: not read.value})
                 return Refused(
                     f"the buffer {', '.join(buffers)} decides whether experts are chosen, and none are with its value: "
                     f"{read.source.text}",

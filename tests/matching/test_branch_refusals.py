@@ -187,6 +187,6 @@ def take_top_p(block, x):
 
 
 def test_refuses_unexplained_drops_before_it_looks_further(monkeypatch):
-    goes_on = Probe(lambda state: pytest.fail("the proof went on"), "")
+    goes_on = Probe(lambda proof: pytest.fail("the proof went on"), "")
     monkeypatch.setattr(prove, "INTERVENTIONS", (goes_on,))
     assert "no mask [tokens, slots] of the kept ones" in read_refusal(Block(take_top_p), torch.randn(40, D))

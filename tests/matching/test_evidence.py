@@ -6,60 +6,60 @@ import pytest
 
 from moefx.errors import Refused
 
-from .test_proof_state import GUARD, Small, lift, new_state
+from .test_proof_state import GUARD, Small, lift, new_proof
 
 
 def test_evidence_keeps_its_order_and_sizes():
-    state = new_state()
-    state.evidence.postpone_comparison()
-    forms = [lift(state, seed, tokens) for seed, tokens in enumerate((12, 9))]
+    proof = new_proof()
+    proof.evidence.postpone_comparison()
+    forms = [lift(proof, seed, tokens) for seed, tokens in enumerate((12, 9))]
     for form in forms:
-        state.evidence.add(form)
-    assert [len(form.ids) for form in state.evidence.forms] == [12, 9] and state.evidence.sizes == ({"S": 12}, {"S": 9})
-    assert state.evidence.reference.capture is forms[0].capture and state.evidence.seen_experts == {0, 1, 2}
-    state.evidence.set_reference(1)
-    assert state.evidence.reference.capture is forms[1].capture and state.evidence.sizes[0] == {"S": 9}
+        proof.evidence.add(form)
+    assert [len(form.ids) for form in proof.evidence.forms] == [12, 9] and proof.evidence.sizes == ({"S": 12}, {"S": 9})
+    assert proof.evidence.reference.capture is forms[0].capture and proof.evidence.seen_experts == {0, 1, 2}
+    proof.evidence.set_reference(1)
+    assert proof.evidence.reference.capture is forms[1].capture and proof.evidence.sizes[0] == {"S": 9}
 
 
 def test_evidence_that_is_dropped_leaves_its_guard():
-    state = new_state()
-    form = lift(state)
-    state.evidence.add(form)
-    state.evidence.add(form, optional=GUARD)
+    proof = new_proof()
+    form = lift(proof)
+    proof.evidence.add(form)
+    proof.evidence.add(form, optional=GUARD)
     assert form.optional_guard is None  # the form itself is unchanged
-    assert state.evidence.drop(1) == GUARD
-    assert len(state.evidence.forms) == len(state.evidence.sizes) == 1
+    assert proof.evidence.drop(1) == GUARD
+    assert len(proof.evidence.forms) == len(proof.evidence.sizes) == 1
 
 
 def test_forms_are_compared_from_their_alignment_on():
-    state, other = new_state(), lift(new_state(Small(k=1)))
-    state.evidence.postpone_comparison()
-    state.evidence.add(lift(state))
-    state.evidence.add(other)
+    proof, other = new_proof(), lift(new_proof(Small(k=1)))
+    proof.evidence.postpone_comparison()
+    proof.evidence.add(lift(proof))
+    proof.evidence.add(other)
     with pytest.raises(Refused, match="the number of slots per token"):
-        state.align_evidence()
-    state = new_state()
-    state.evidence.add(lift(state))
-    assert state.evidence.add(lift(state, seed=1)) is state.evidence.forms[1]
+        proof.align_evidence()
+    proof = new_proof()
+    proof.evidence.add(lift(proof))
+    assert proof.evidence.add(lift(proof, seed=1)) is proof.evidence.forms[1]
     with pytest.raises(Refused, match="the number of slots per token"):
-        state.evidence.add(other)
+        proof.evidence.add(other)
     with pytest.raises(AssertionError):
-        state.evidence.set_reference(1)
-    assert len(state.evidence.forms) == 2
+        proof.evidence.set_reference(1)
+    assert len(proof.evidence.forms) == 2
 
 
 def test_a_target_is_settled_once():
-    state = new_state()
-    assert not state.evidence.is_settled("target")
-    state.evidence.settle("target")
-    assert state.evidence.is_settled("target") and not state.evidence.is_settled("another")
+    proof = new_proof()
+    assert not proof.evidence.is_settled("target")
+    proof.evidence.settle("target")
+    assert proof.evidence.is_settled("target") and not proof.evidence.is_settled("another")
 
 
 def test_the_form_of_each_capture_is_replaced():
-    state = new_state()
-    state.evidence.add(lift(state))
-    form = lift(state, seed=1)
-    state.evidence.replace_forms([form])
-    assert state.evidence.forms == (form,) and state.evidence.sizes == ({"S": 12},)
+    proof = new_proof()
+    proof.evidence.add(lift(proof))
+    form = lift(proof, seed=1)
+    proof.evidence.replace_forms([form])
+    assert proof.evidence.forms == (form,) and proof.evidence.sizes == ({"S": 12},)
     with pytest.raises(AssertionError):
-        state.evidence.replace_forms([form, form])
+        proof.evidence.replace_forms([form, form])

@@ -21,15 +21,15 @@ from .lift.small_blocks import D, E, Small
 GUARD = SizeGuard("S", "gt", "1", True)
 
 
-def new_state(block=None) -> ProofState:
+def new_proof(block=None) -> ProofState:
     block = block or Small()
     return ProofState(
         block, next(iter(interpret_arguments((torch.zeros(5, D),), {}, ModelNumbers.of(block)))), max_experts=E
     )
 
 
-def lift(state: ProofState, seed: int = 0, tokens: int = 12):
-    return state.capture_and_lift(Routing("diverse", seed), {"S": tokens})
+def lift(proof: ProofState, seed: int = 0, tokens: int = 12):
+    return proof.capture_and_lift(Routing("diverse", seed), {"S": tokens})
 
 
 class TwoKinds(Small):
@@ -45,32 +45,32 @@ class TwoKinds(Small):
 
 
 def test_agreement_returns_the_groups_in_the_order_of_the_reference():
-    state = new_state(TwoKinds())
-    state.evidence.add(lift(state))
-    other = lift(state, seed=1)
+    proof = new_proof(TwoKinds())
+    proof.evidence.add(lift(proof))
+    other = lift(proof, seed=1)
     turned = dataclasses.replace(other, groups=other.groups[::-1])
-    agreed = state.align_form(turned)
-    assert [g.ids for g in agreed.groups] == [g.ids for g in state.evidence.reference.groups] == [[0, 1], [2]]
+    agreed = proof.align_form(turned)
+    assert [g.ids for g in agreed.groups] == [g.ids for g in proof.evidence.reference.groups] == [[0, 1], [2]]
     assert [g.ids for g in turned.groups] == [[2], [0, 1]]  # the form itself is unchanged
 
 
 def test_evidence_is_aligned_in_place():
-    state = new_state(TwoKinds())
-    first, second = lift(state), lift(state, seed=1)
-    state.evidence.postpone_comparison()
+    proof = new_proof(TwoKinds())
+    first, second = lift(proof), lift(proof, seed=1)
+    proof.evidence.postpone_comparison()
     for form in (first, dataclasses.replace(second, groups=second.groups[::-1])):
-        state.evidence.add(form)
-    state.align_evidence()
-    assert [g.body for g in state.evidence.forms[1].groups] == [g.body for g in state.evidence.reference.groups]
+        proof.evidence.add(form)
+    proof.align_evidence()
+    assert [g.body for g in proof.evidence.forms[1].groups] == [g.body for g in proof.evidence.reference.groups]
 
 
 def test_a_form_with_other_slots_is_refused_and_changes_nothing():
-    state = new_state()
-    state.evidence.add(lift(state))
-    before = state.evidence.forms
+    proof = new_proof()
+    proof.evidence.add(lift(proof))
+    before = proof.evidence.forms
     with pytest.raises(Refused, match="the number of slots per token"):
-        state.align_form(lift(new_state(Small(k=1))))
-    assert state.evidence.forms == before
+        proof.align_form(lift(new_proof(Small(k=1))))
+    assert proof.evidence.forms == before
 
 
 class Masked(Small):
@@ -88,32 +88,32 @@ class Masked(Small):
 
 def test_all_captures_are_lifted_with_a_mask_of_one():
     block = Masked()
-    state = new_state(block)
-    state.evidence.add(lift(state))
+    proof = new_proof(block)
+    proof.evidence.add(lift(proof))
     block.drops = True
-    dropping = lift(state, seed=1)
+    dropping = lift(proof, seed=1)
     assert not dropping.kept_slots.all() and not have_same_lines(
-        find_value_lines(dropping), find_value_lines(state.evidence.reference)
+        find_value_lines(dropping), find_value_lines(proof.evidence.reference)
     )
-    state.relift_evidence(dropping)
-    assert have_same_lines(find_value_lines(dropping), find_value_lines(state.evidence.reference))
+    proof.relift_evidence(dropping)
+    assert have_same_lines(find_value_lines(dropping), find_value_lines(proof.evidence.reference))
 
 
 def test_arguments_are_tried_in_a_block_only():
-    state = new_state()
-    before, other = state.arguments, copy.copy(state.arguments)
-    with pytest.raises(ValueError, match="no"), state.trying_arguments(other):
-        assert state.arguments is other
+    proof = new_proof()
+    before, other = proof.arguments, copy.copy(proof.arguments)
+    with pytest.raises(ValueError, match="no"), proof.trying_arguments(other):
+        assert proof.arguments is other
         raise ValueError("no")
-    assert state.arguments is before
+    assert proof.arguments is before
 
 
 def test_a_probe_is_recorded_with_its_forms_and_guards():
-    state = new_state()
-    with state.record_probe("first"):
-        state.evidence.add(lift(state))
-        state.add_guard(GUARD)
-    with pytest.raises(Refused), state.record_probe("second"):
+    proof = new_proof()
+    with proof.record_probe("first"):
+        proof.evidence.add(lift(proof))
+        proof.add_guard(GUARD)
+    with pytest.raises(Refused), proof.record_probe("second"):
         raise Refused("no")
-    assert [(run.name, run.refused) for run in state.probe_runs] == [("first", False), ("second", True)]
-    assert (state.probe_runs[0].added_forms, state.probe_runs[0].guards) == (1, 1)
+    assert [(run.name, run.refused) for run in proof.probe_runs] == [("first", False), ("second", True)]
+    assert (proof.probe_runs[0].added_forms, proof.probe_runs[0].guards) == (1, 1)

@@ -41,40 +41,40 @@ _MAX_OF_TENSOR = 6
 _MAX_TRIALS = 100
 
 
-def add_boundary_values(state: ProofView, sizes: dict[str, int]) -> tuple[Arguments, Capture | None]:
-    """Return the arguments of a state with the numbers that were found, and a capture with them if one was made."""
-    arguments, tried_values = state.arguments, set[ExtraValue]()
-    if not any(t.accepts_other_values for t in arguments.tensors) and not has_integers(state.block):
+def add_boundary_values(proof: ProofView, sizes: dict[str, int]) -> tuple[Arguments, Capture | None]:
+    """Return the arguments of a proof with the numbers that were found, and a capture with them if one was made."""
+    arguments, tried_values = proof.arguments, set[ExtraValue]()
+    if not any(t.accepts_other_values for t in arguments.tensors) and not has_integers(proof.block):
         return arguments, None
-    while (captured := _try_capture(state, arguments, sizes)) is not None:
-        doubtful = _observe_doubtful(state, arguments, sizes, captured)
+    while (captured := _try_capture(proof, arguments, sizes)) is not None:
+        doubtful = _observe_doubtful(proof, arguments, sizes, captured)
         values = [_find_boundary_value(captured, observation, arguments) for observation in doubtful]
         new_values = {value for value in values if value is not None} - tried_values
         if not new_values:
             break
         tried_values |= new_values
-        if can_run(state, with_all := arguments.with_extra_values(new_values), sizes):
+        if can_run(proof, with_all := arguments.with_extra_values(new_values), sizes):
             arguments = with_all
             continue
         for value in sorted(new_values, key=str):
-            if can_run(state, with_one := arguments.with_extra_values({value}), sizes):
+            if can_run(proof, with_one := arguments.with_extra_values({value}), sizes):
                 arguments = with_one
     return arguments, captured
 
 
-def add_larger_flags(state: ProofView, sizes: dict[str, int]) -> tuple[Arguments, Capture] | None:
+def add_larger_flags(proof: ProofView, sizes: dict[str, int]) -> tuple[Arguments, Capture] | None:
     """Return the arguments with some entries of 2 in integer masks of 0 and 1, and a capture with them.
 
     None if no argument is such a mask, or the program does not run with a 2.
     """
-    tensors = enumerate(state.arguments.tensors)
+    tensors = enumerate(proof.arguments.tensors)
     masks = {(i, _NOT_A_FLAG) for i, t in tensors if t.accepts_other_values and t.is_mask and not t.is_single}
-    captured = _try_capture(state, arguments := state.arguments.with_extra_values(masks), sizes) if masks else None
+    captured = _try_capture(proof, arguments := proof.arguments.with_extra_values(masks), sizes) if masks else None
     return (arguments, captured) if captured is not None else None
 
 
 def _observe_doubtful(
-    state: ProofView, arguments: Arguments, sizes: dict[str, int], captured: Capture
+    proof: ProofView, arguments: Arguments, sizes: dict[str, int], captured: Capture
 ) -> list[Observation]:
     """Return the observations with one outcome.
 
@@ -91,7 +91,7 @@ def _observe_doubtful(
     ancestors = set().union(*[find_integer_ancestors(observation.node) for observation in open_observations.values()])
     if any(map(is_state, ancestors)):
         for seed in BUFFER_SEEDS:
-            other_capture = _try_capture(state, arguments, sizes, seed)
+            other_capture = _try_capture(proof, arguments, sizes, seed)
             others = observe_integers(other_capture) if other_capture is not None else {}
             open_observations = {run: known | others.get(run, known) for run, known in open_observations.items()}
             open_observations = {
@@ -100,16 +100,16 @@ def _observe_doubtful(
     return [*open_observations.values()]
 
 
-def can_run(state: ProofView, arguments: Arguments, sizes: dict[str, int]) -> bool:
+def can_run(proof: ProofView, arguments: Arguments, sizes: dict[str, int]) -> bool:
     """Return whether the program runs with all numbers of these arguments: one capture per number of a single one."""
     most = max(map(len, (*(t.extra_values for t in arguments.tensors), *arguments.extra_buffer_values.values())))
-    return all(_try_capture(state, arguments, sizes, seed) is not None for seed in range(most + 1))
+    return all(_try_capture(proof, arguments, sizes, seed) is not None for seed in range(most + 1))
 
 
-def _try_capture(state: ProofView, arguments: Arguments, sizes: dict[str, int], seed: int = 0) -> Capture | None:
+def _try_capture(proof: ProofView, arguments: Arguments, sizes: dict[str, int], seed: int = 0) -> Capture | None:
     """Capture with these arguments; None if the program does not run with them, or the capture is refused."""
-    with state.trying_arguments(arguments), suppress_program_errors(MoefxError):
-        captured = state.capture(Routing("diverse", seed), sizes)
+    with proof.trying_arguments(arguments), suppress_program_errors(MoefxError):
+        captured = proof.capture(Routing("diverse", seed), sizes)
         return captured if all(map(_has_indices_in_bounds, captured.nodes)) else None
 
 

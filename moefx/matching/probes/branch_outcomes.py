@@ -60,7 +60,7 @@ class _OpenRead(NamedTuple):
     capture: Capture
 
 
-def flip_branches(state: ProofView) -> None:
+def flip_branches(proof: ProofView) -> None:
     """Force the other outcome of each branch, then of several branches at once: the form must stay the same.
 
     Branches that only forced captures reach are forced, too. A float that Python reads takes values that change the
@@ -73,24 +73,24 @@ def flip_branches(state: ProofView) -> None:
 
     def named_numbers() -> list[float]:
         if not known:
-            known.append(_find_named_numbers(state.block))
+            known.append(_find_named_numbers(proof.block))
         return known[0]
 
     flips: list[tuple[HostRead, Any]] = []  # reads of unforced captures, each with another outcome
     is_first_round = True
-    while open_reads := _find_open_reads(state):
+    while open_reads := _find_open_reads(proof):
         for open_read in open_reads:
-            values = _choose_values(state, open_read, named_numbers)
+            values = _choose_values(proof, open_read, named_numbers)
             if values:
-                _force_values(state, open_read, values)
+                _force_values(proof, open_read, values)
             if values and is_first_round:
                 flips.append((open_read.read, values[0]))
-            state.settle(open_read.read.call_stack)
+            proof.settle(open_read.read.call_stack)
         is_first_round = False
-    _flip_together(state, flips)
+    _flip_together(proof, flips)
 
 
-def _choose_values(state: ProofView, open_read: _OpenRead, named_numbers: Callable[[], list[float]]) -> list[Any]:
+def _choose_values(proof: ProofView, open_read: _OpenRead, named_numbers: Callable[[], list[float]]) -> list[Any]:
     """Choose the values to force: the other boolean, or numbers that change the outcomes of comparisons.
 
     Returns:
@@ -100,7 +100,7 @@ def _choose_values(state: ProofView, open_read: _OpenRead, named_numbers: Callab
         Refused: that capture does more than skip the expert.
     """
     read, outcomes, captured = open_read
-    if len(outcomes) == 1 and not _is_about_rows(read) and _is_shown(state, read):
+    if len(outcomes) == 1 and not _is_about_rows(read) and _is_shown(proof, read):
         return []
     kinds = {type(value) for value in outcomes}
     if not kinds & {float, int}:
@@ -109,64 +109,64 @@ def _choose_values(state: ProofView, open_read: _OpenRead, named_numbers: Callab
         extremes, candidates = [1e30, -1e30, 0.0], named_numbers()
     else:
         extremes, candidates = [10**6, -1, 0], list(dict.fromkeys(map(round, named_numbers())))
-    return extremes + _find_boundary_values(state, read, captured, extremes, candidates)
+    return extremes + _find_boundary_values(proof, read, captured, extremes, candidates)
 
 
-def _force_values(state: ProofView, open_read: _OpenRead, values: list[Any]) -> None:
+def _force_values(proof: ProofView, open_read: _OpenRead, values: list[Any]) -> None:
     """Force a read to each of some values.
 
     Raises:
         Refused: a value changes the form.
     """
-    read, step = open_read.read, _describe_step(state, open_read)
+    read, step = open_read.read, _describe_step(proof, open_read)
     for value in values:
         interventions: Interventions = {read.call_stack: repeat_outcome(open_read.capture, read.call_stack, value)}
-        runs = force_outcome(state, step, interventions, open_read.capture)
+        runs = force_outcome(proof, step, interventions, open_read.capture)
         if not runs and read.node is None:
-            state.add_unforced_length(read.call_stack)  # too few rows: the original need not fail
+            proof.add_unforced_length(read.call_stack)  # too few rows: the original need not fail
 
 
-def _describe_step(state: ProofView, open_read: _OpenRead) -> ForcedStep:
+def _describe_step(proof: ProofView, open_read: _OpenRead) -> ForcedStep:
     """Describe what decides the outcome of a read."""
     read, is_constant = open_read.read, len(open_read.outcomes) == 1
     if zero_sum_tests.is_zero_test(read):
         return ForcedStep(OutcomeKind.ZERO_SUM, read.source)
     if is_constant and idle_branches.is_token_test(read):
         return ForcedStep(OutcomeKind.COUNT, read.source)
-    if _is_limit_test(state, read):
+    if _is_limit_test(proof, read):
         return ForcedStep(OutcomeKind.LOAD, read.source)
     if buffers := find_buffers(read):
         return ForcedStep(OutcomeKind.BUFFER, read.source, ", ".join(buffers))
     return ForcedStep(OutcomeKind.VALUE, read.source)
 
 
-def _flip_together(state: ProofView, flips: list[tuple[HostRead, Any]]) -> None:
+def _flip_together(proof: ProofView, flips: list[tuple[HostRead, Any]]) -> None:
     """Force all branches at once, and each pair of branches if there are few.
 
     Raises:
         Refused: outcomes change the form together that do not change it alone.
     """
     pairs = itertools.combinations(flips, 2) if 2 < len(flips) <= _MAX_PAIRED_READS else ()
-    captured = state.evidence.reference.capture
+    captured = proof.evidence.reference.capture
     for together in itertools.chain([flips] if len(flips) > 1 else [], pairs):
         interventions: Interventions = {
             read.call_stack: repeat_outcome(captured, read.call_stack, value) for read, value in together
         }
-        force_outcome(state, ForcedStep(OutcomeKind.VALUE, together[0][0].source), interventions)
+        force_outcome(proof, ForcedStep(OutcomeKind.VALUE, together[0][0].source), interventions)
 
 
-def _find_open_reads(state: ProofView) -> list[_OpenRead]:
+def _find_open_reads(proof: ProofView) -> list[_OpenRead]:
     """Find the reads of Python with one outcome in all captures that are not settled."""
     outcomes: dict[tuple[Source, ...], set[Any]] = {}
     without_rows: dict[tuple[Source, ...], set[Any]] = {}
     first_reads: dict[tuple[Source, ...], tuple[HostRead, Capture]] = {}
-    for form in state.evidence.forms:
+    for form in proof.evidence.forms:
         for read in form.capture.reads:
             seen = outcomes if not _is_about_rows(read) or _has_rows(read) else without_rows
             seen.setdefault(read.call_stack, set()).add(read.value)
             first_reads.setdefault(read.call_stack, (read, form.capture))
     outcomes = without_rows | outcomes
-    for calls in _find_zero_weight_reads(state):
+    for calls in _find_zero_weight_reads(proof):
         outcomes[calls] = {True, False}
     # an expert without tokens that is skipped says nothing about one with a single token (`if n <= 1: continue`)
     single = {
@@ -174,7 +174,7 @@ def _find_open_reads(state: ProofView) -> list[_OpenRead]:
         for calls, (read, _) in first_reads.items()
         if _is_single_token_test(read) and outcomes[calls] == {True, False}
     }
-    for form in state.evidence.forms:
+    for form in proof.evidence.forms:
         constant = [read for read in form.capture.reads if len(outcomes[read.call_stack]) == 1]
         ranges = IntegerRanges.with_more_tokens(form.capture) if constant else None
         for read in constant:
@@ -185,24 +185,24 @@ def _find_open_reads(state: ProofView) -> list[_OpenRead]:
                 and ranges.is_decided(read.node, read.comparison)
             ):
                 outcomes[read.call_stack] = {True, False}
-    for calls, read in _find_large_count_reads(state).items():
+    for calls, read in _find_large_count_reads(proof).items():
         outcomes[calls], first_reads[calls] = {read.value}, (read, first_reads[calls][1])
     open_calls = [calls for calls, seen in outcomes.items() if not seen >= {True, False} or calls in single]
     return [
         _OpenRead(first_reads[calls][0], outcomes[calls], first_reads[calls][1])
         for calls in open_calls
-        if not state.evidence.is_settled(calls)
+        if not proof.evidence.is_settled(calls)
     ]
 
 
-def _find_zero_weight_reads(state: ProofView) -> set[tuple[Source, ...]]:
+def _find_zero_weight_reads(proof: ProofView) -> set[tuple[Source, ...]]:
     """Find tests whether the weights of an expert are zero, if their outcome cannot matter.
 
     Both outcomes must have occurred, and an expert that ran must add nothing if its weights are zero.
     """
     outcomes: dict[tuple[Source, ...], set[Any]] = {}
     inert: dict[tuple[Source, ...], set[bool | None]] = {}
-    for form in state.evidence.forms:
+    for form in proof.evidence.forms:
         for read in filter(zero_sum_tests.is_zero_test, form.capture.reads):
             outcomes.setdefault(read.call_stack, set()).add(read.value)
             if _has_rows(read):
@@ -210,7 +210,7 @@ def _find_zero_weight_reads(state: ProofView) -> set[tuple[Source, ...]]:
     return {calls for calls, seen in inert.items() if False not in seen and True in seen and len(outcomes[calls]) == 2}
 
 
-def _find_large_count_reads(state: ProofView) -> dict[tuple[Source, ...], HostRead]:
+def _find_large_count_reads(proof: ProofView) -> dict[tuple[Source, ...], HostRead]:
     """Find comparisons of a count with several numbers at one call site (`n in range(300)`, a loop over limits).
 
     Larger counts would have an outcome that no capture has: equal to none of the numbers, or beyond all limits.
@@ -220,7 +220,7 @@ def _find_large_count_reads(state: ProofView) -> dict[tuple[Source, ...], HostRe
     """
     equal: dict[tuple[Source, ...], list[HostRead | None]] = {}  # for each capture a read of equal numbers
     limits_at: dict[tuple[Source, ...], dict[float, list[HostRead]]] = {}
-    for form in state.evidence.forms:
+    for form in proof.evidence.forms:
         ranges = IntegerRanges.with_more_tokens(form.capture)
         equal_here: dict[tuple[Source, ...], HostRead | None] = {}
         for read in form.capture.reads:
@@ -242,11 +242,11 @@ def _find_large_count_reads(state: ProofView) -> dict[tuple[Source, ...], HostRe
     return large_reads
 
 
-def _is_limit_test(state: ProofView, read: HostRead) -> bool:
+def _is_limit_test(proof: ProofView, read: HostRead) -> bool:
     """Return whether a read compares a number that grows with the tokens to a fixed number."""
     if read.comparison is None or type(read.comparison[1]) not in (int, float):
         return False
-    captures = (form.capture for form in state.evidence.forms if any(read is r for r in form.capture.reads))
+    captures = (form.capture for form in proof.evidence.forms if any(read is r for r in form.capture.reads))
     return any(is_unbounded(IntegerRanges.with_more_tokens(captured), read) for captured in captures)
 
 
@@ -260,7 +260,7 @@ def is_unbounded(ranges: IntegerRanges, read: HostRead) -> bool:
 
 
 def _find_boundary_values(
-    state: ProofView, read: HostRead, captured: Capture, known: list[Any], values: list[Any]
+    proof: ProofView, read: HostRead, captured: Capture, known: list[Any], values: list[Any]
 ) -> list[Any]:
     """Find values of a read that change the program: it runs other ops, or other numbers than the value itself change.
 
@@ -268,14 +268,14 @@ def _find_boundary_values(
         known: values whose programs are known.
         values: candidates.
     """
-    if (at := find_capture(state, captured, {read.call_stack: None})) is None:
+    if (at := find_capture(proof, captured, {read.call_stack: None})) is None:
         return []
-    capture = state.evidence.forms[at].capture
+    capture = proof.evidence.forms[at].capture
 
     def outline(value: Any) -> tuple[Any, list[Any], dict[Any, Any]] | None:
         interventions = {**capture.interventions, read.call_stack: value}
         try:
-            nodes = state.capture(capture.routing.restart(), state.evidence.sizes[at], interventions).nodes
+            nodes = proof.capture(capture.routing.restart(), proof.evidence.sizes[at], interventions).nodes
         except MoefxError:
             return value, [], {}  # a program that no capture follows is like no other one
         except Exception as error:  # the program may check the value
@@ -385,13 +385,13 @@ def _has_rows(read: HostRead) -> bool:
     return True
 
 
-def _is_shown(state: ProofView, read: HostRead) -> bool:
+def _is_shown(proof: ProofView, read: HostRead) -> bool:
     """Return whether a capture of few tokens shows the branch of an expert without tokens.
 
     Raises:
         Refused: the program does more than skip the expert.
     """
     try:
-        return idle_branches.show_idle_expert(state, read)
+        return idle_branches.show_idle_expert(proof, read)
     except Refused as why:
         raise refuse_change(ForcedStep(OutcomeKind.VALUE, read.source)) from why

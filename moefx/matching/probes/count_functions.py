@@ -44,17 +44,17 @@ if TYPE_CHECKING:
 _LOOKUPS = LOOKUPS | SEARCHES
 
 
-def vary_count_functions(state: ProofView) -> None:
+def vary_count_functions(proof: ProofView) -> None:
     """Force different values of numbers that are constant for few tokens.
 
     Raises:
         Refused: other values change the form.
     """
-    for (source, op), description in {**_find_constant_numbers(state), **_find_unclamped_numbers(state)}.items():
-        force_outcome(state, ForcedStep(OutcomeKind.OP, source, description), {(source, op, True): FORCE_VARIED})
+    for (source, op), description in {**_find_constant_numbers(proof), **_find_unclamped_numbers(proof)}.items():
+        force_outcome(proof, ForcedStep(OutcomeKind.OP, source, description), {(source, op, True): FORCE_VARIED})
 
 
-def _find_constant_numbers(state: ProofView) -> dict[tuple[Source, str], str]:
+def _find_constant_numbers(proof: ProofView) -> dict[tuple[Source, str], str]:
     """Find ops on counts, ranks or positions whose result is constant although their operands, or table, vary.
 
     The result may be a number (`counts // 300`, `relu(counts - 300)`, `table[arange(T) // 300]`), a boolean
@@ -67,10 +67,10 @@ def _find_constant_numbers(state: ProofView) -> dict[tuple[Source, str], str]:
     outcomes_by_op: dict[tuple[Source, str, Any], set[Any]] = {}
     operand_values: dict[tuple[Source, str, Any], set[float]] = {}
     limited: dict[tuple[Source, str], set[int | None]] = {}
-    for form in state.evidence.forms:
-        for site, limit in find_limits(form.capture, state.evidence.unforced_lengths).items():
+    for form in proof.evidence.forms:
+        for site, limit in find_limits(form.capture, proof.evidence.unforced_lengths).items():
             limited.setdefault(site, set()).add(limit)
-    for form in state.evidence.forms:
+    for form in proof.evidence.forms:
         ranges = IntegerRanges.with_more_tokens(form.capture)
         sizes = find_token_sizes(form.capture)
         for n in filter(follows_from_integers, form.capture.nodes):
@@ -97,14 +97,14 @@ def _find_constant_numbers(state: ProofView) -> dict[tuple[Source, str], str]:
             if len(seen) == 1 and (depends_on_routing(n) or n.meta["val"].dtype is torch.bool) and ranges.is_decided(n):
                 seen |= {0, 1}
     same = {key[:2]: seen for key, seen in outcomes_by_op.items() if len(seen) == 1 and len(operand_values[key]) > 1}
-    same = {key: seen for key, seen in same.items() if _is_constant(state, key)}
+    same = {key: seen for key, seen in same.items() if _is_constant(proof, key)}
     return {key: _describe_outcome(next(iter(seen))) for key, seen in same.items()}
 
 
-def _is_constant(state: ProofView, site: tuple[Source, str]) -> bool:
+def _is_constant(proof: ProofView, site: tuple[Source, str]) -> bool:
     """Return whether an op has one value in all captures, even those in which it does not depend on crowds."""
     seen: set[Any] = set()
-    for form in state.evidence.forms:
+    for form in proof.evidence.forms:
         for n in filter(follows_from_integers, form.capture.nodes):
             if n.op == "call_function" and (n.meta["source"], str(n.target)) == site:
                 seen |= _find_outcomes(form.capture, n, n) if isinstance(n.meta.get("val"), torch.Tensor) else set()
@@ -178,10 +178,10 @@ def _is_unbounded(ranges: IntegerRanges, node: fx.Node) -> bool:
     return fold_ancestors(node, "grows", grows)
 
 
-def _find_unclamped_numbers(state: ProofView) -> dict[tuple[Source, str], str]:
+def _find_unclamped_numbers(proof: ProofView) -> dict[tuple[Source, str], str]:
     """Find ops with fixed limits that no capture reached: `positions % 700`, `counts.clamp(max=300)`."""
     limits_at: dict[tuple[Source, str], set[str]] = {}
-    for form in state.evidence.forms:
+    for form in proof.evidence.forms:
         for n in form.capture.nodes:
             if get_op_name(n) not in COUNT_CLAMPS or not follows_from_integers(n) or n.meta["val"].dtype is torch.bool:
                 continue

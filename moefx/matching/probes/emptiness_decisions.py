@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from .proof_view import ProofView
 
 
-def refuse_emptiness_decisions(state: ProofView) -> None:
+def refuse_emptiness_decisions(proof: ProofView) -> None:
     """Follow the outcomes of the emptiness tests of all captures through the user's functions.
 
     Raises:
         Refused: the program decides more by them than to skip an expert.
     """
-    check_emptiness_tests(state.evidence.emptiness_tests)
+    check_emptiness_tests(proof.evidence.emptiness_tests)

@@ -54,7 +54,7 @@ _MAX_NUMBERS = 1 << 12  # that an operand can be, to try them all
 _MOVES = {*ELEMENT_MOVES, *RESHAPED_COPIES, "getitem"}
 
 
-def separate_selections(state: ProofView) -> None:
+def separate_selections(proof: ProofView) -> None:
     """Force another outcome of choices that contribute to the routed sum and equal the expert index.
 
     Raises:
@@ -62,7 +62,7 @@ def separate_selections(state: ProofView) -> None:
     """
     equal_forms: dict[DecisionSite, list[CanonicalForm]] = {}
     differing: set[DecisionSite] = set()
-    for form in state.evidence.forms:
+    for form in proof.evidence.forms:
         for n in _find_other_choices(form):
             for site in map(locate_decision, find_float_decisions(n)):
                 if site in form.capture.interventions or not _are_alike(n.meta["val"], form.ids, form):
@@ -71,12 +71,12 @@ def separate_selections(state: ProofView) -> None:
     for site, forms in equal_forms.items():
         if site not in differing and _can_differ(forms[0], site):
             for captured in choose_captures(forms):
-                _separate(state, site, FORCE_MIXED, _SECOND_SELECTION, captured)
-    for site, first in _find_equal_numbers(state).items():
-        _separate(state, site, _swap_tokens(len(first.ids)), _EQUAL_NUMBER, first.capture)
+                _separate(proof, site, FORCE_MIXED, _SECOND_SELECTION, captured)
+    for site, first in _find_equal_numbers(proof).items():
+        _separate(proof, site, _swap_tokens(len(first.ids)), _EQUAL_NUMBER, first.capture)
 
 
-def _find_equal_numbers(state: ProofView) -> dict[DecisionSite, CanonicalForm]:
+def _find_equal_numbers(proof: ProofView) -> dict[DecisionSite, CanonicalForm]:
     """Find computed numbers that equal the expert index, or one slot of it, in all captures.
 
     Numbers that are moved, or that no routing makes different, are left out.
@@ -86,7 +86,7 @@ def _find_equal_numbers(state: ProofView) -> dict[DecisionSite, CanonicalForm]:
     """
     equal: dict[DecisionSite, CanonicalForm] = {}
     differing: set[DecisionSite] = set()
-    for form in state.evidence.forms:
+    for form in proof.evidence.forms:
         index = form.expert_index.nodes
         ranges = IntegerRanges.with_more_tokens(form.capture)
         for n in collect_ancestors(form.cut) - collect_ancestors(*index):
@@ -194,7 +194,7 @@ def _can_differ(form: CanonicalForm, site: DecisionSite) -> bool:
     return False
 
 
-def _separate(state: ProofView, site: DecisionSite, force: Any, description: str, captured: Capture) -> None:
+def _separate(proof: ProofView, site: DecisionSite, force: Any, description: str, captured: Capture) -> None:
     """Force another outcome of a choice. If that changes the form, read all captures from nodes that tell both apart.
 
     Args:
@@ -204,18 +204,18 @@ def _separate(state: ProofView, site: DecisionSite, force: Any, description: str
     Raises:
         Refused: no nodes give all captures one form.
     """
-    if (at := find_capture(state, captured, {site: force})) is None:
+    if (at := find_capture(proof, captured, {site: force})) is None:
         return
-    form = state.evidence.forms[at]
+    form = proof.evidence.forms[at]
     capture, sizes = form.capture, form.sizes
     try:
         step = ForcedStep(OutcomeKind.OP, site[0], description)
-        force_outcome(state, step, {site: force}, captured, is_safe=False)
+        force_outcome(proof, step, {site: force}, captured, is_safe=False)
     except Refused as refusal:
         interventions: dict[Any, Any] = {**capture.interventions, site: force}
         try:
-            parted = state.lift(state.capture(capture.routing.restart(), sizes, interventions), follows_evidence=False)
-            state.relift_evidence(parted)
-            state.add_form(parted)
+            parted = proof.lift(proof.capture(capture.routing.restart(), sizes, interventions), follows_evidence=False)
+            proof.relift_evidence(parted)
+            proof.add_form(parted)
         except Refused:
             raise refusal from None

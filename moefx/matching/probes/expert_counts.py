@@ -33,7 +33,7 @@ _CONTROLS = (3, 2)  # tokens of a control capture; if neither count can be captu
 _MAX_EXPERTS = 3  # experts to try
 
 
-def vary_expert_counts(state: ProofView) -> None:
+def vary_expert_counts(proof: ProofView) -> None:
     """Add captures in which one expert has few tokens, if no capture shows that.
 
     If Python reads values computed from floats, add captures in which its only token scores all experts nearly alike.
@@ -41,21 +41,21 @@ def vary_expert_counts(state: ProofView) -> None:
     Raises:
         Refused: an expert without tokens, or with one or two, changes the form.
     """
-    seen = _find_seen_counts(state)
+    seen = _find_seen_counts(proof)
     routings: list[tuple[RoutingKind, int, int]] = []
     routings.extend(("spared", 0, count) for count in _COUNTS if count not in seen)
-    if any(_depends_on_floats(read) for form in state.evidence.forms for read in form.capture.reads):
-        routings.extend([("unsure", 0, 1), ("unsure", state.num_experts, 1)])
-    experts = max(state.evidence.reference.groups, key=lambda g: len(g.ids)).ids[:_MAX_EXPERTS]
-    for sizes, expert in itertools.product(_choose_few_sizes(state) if routings else (), experts):
+    if any(_depends_on_floats(read) for form in proof.evidence.forms for read in form.capture.reads):
+        routings.extend([("unsure", 0, 1), ("unsure", proof.num_experts, 1)])
+    experts = max(proof.evidence.reference.groups, key=lambda g: len(g.ids)).ids[:_MAX_EXPERTS]
+    for sizes, expert in itertools.product(_choose_few_sizes(proof) if routings else (), experts):
         controls = (Routing("spared", expert, (expert,) * count) for count in _CONTROLS)
-        compare, add = state.evidence.require_same_form, state.add_form
+        compare, add = proof.evidence.require_same_form, proof.add_form
         if not any(
-            isinstance(_lift_count(state, expert, routing, sizes, compare), CanonicalForm) for routing in controls
+            isinstance(_lift_count(proof, expert, routing, sizes, compare), CanonicalForm) for routing in controls
         ):
             continue
         for kind, offset, count in routings:
-            result = _lift_count(state, expert, Routing(kind, expert + offset, (expert,) * count), sizes, add)
+            result = _lift_count(proof, expert, Routing(kind, expert + offset, (expert,) * count), sizes, add)
             if isinstance(result, MoefxError):
                 raise result
         return
@@ -65,27 +65,27 @@ def _depends_on_floats(read: HostRead) -> bool:
     return read.node is not None and (is_abstract(read.node) or bool(find_float_decisions(read.node)))
 
 
-def _find_seen_counts(state: ProofView) -> set[int]:
+def _find_seen_counts(proof: ProofView) -> set[int]:
     """Return the numbers of tokens per expert in captures of several tokens without forced outcomes."""
     seen: set[int] = set()
-    for form in state.evidence.forms:
+    for form in proof.evidence.forms:
         if form.optional_guard is None and len(form.ids) > 1 and not form.capture.interventions:
-            experts = [e for group in state.evidence.reference.groups for e in group.ids]
+            experts = [e for group in proof.evidence.reference.groups for e in group.ids]
             seen |= {int((form.ids == e).sum()) for e in experts}
     return seen
 
 
-def _choose_few_sizes(state: ProofView) -> list[dict[str, int]]:
+def _choose_few_sizes(proof: ProofView) -> list[dict[str, int]]:
     """Return small sizes that allow an expert two tokens, on the captures' side of comparisons; empty if none exist."""
-    slots, experts = state.evidence.reference.slots, state.num_experts
+    slots, experts = proof.evidence.reference.slots, proof.num_experts
     if experts <= slots:
         return []
-    sizes = state.size_choice.choose_as_captured(state.arguments.choose_tokens_near(7, avoid=(slots,)))
-    return [sizes] if state.size_choice.satisfies_restrictions(sizes) else []
+    sizes = proof.size_choice.choose_as_captured(proof.arguments.choose_tokens_near(7, avoid=(slots,)))
+    return [sizes] if proof.size_choice.satisfies_restrictions(sizes) else []
 
 
 def _lift_count(
-    state: ProofView,
+    proof: ProofView,
     expert: int,
     routing: Routing,
     sizes: dict[str, int],
@@ -101,7 +101,7 @@ def _lift_count(
         raises an error.
     """
     try:
-        form = state.capture_and_lift(routing, sizes)
+        form = proof.capture_and_lift(routing, sizes)
         if int((form.ids == expert).sum()) != len(routing.prefer):
             return None
         return accept(form)

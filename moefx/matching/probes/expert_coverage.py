@@ -37,47 +37,47 @@ _MAX_NUMBERS = 4096
 _CHOOSE_ALL = "pass example_inputs, or set buffers, with which some token chooses each expert"
 
 
-def show_all_experts(state: ProofView) -> None:
+def show_all_experts(proof: ProofView) -> None:
     """Count the experts, and capture until each one has run.
 
     Raises:
         Refused: some expert runs under no routing tried.
     """
     extra = 0
-    state.set_num_experts(_count_experts(state))
-    if missing := set(range(state.num_experts)) - state.evidence.seen_experts - _find_zero_experts(state):
-        _choose_by_numbers(state, missing)
-    while missing := sorted(set(range(state.num_experts)) - state.evidence.seen_experts - _find_zero_experts(state)):
+    proof.set_num_experts(_count_experts(proof))
+    if missing := set(range(proof.num_experts)) - proof.evidence.seen_experts - _find_zero_experts(proof):
+        _choose_by_numbers(proof, missing)
+    while missing := sorted(set(range(proof.num_experts)) - proof.evidence.seen_experts - _find_zero_experts(proof)):
         if extra == _MAX_EXTRA:
             raise Refused(
-                f"{len(missing)} of {state.num_experts} experts were never chosen under any routing tried, "
+                f"{len(missing)} of {proof.num_experts} experts were never chosen under any routing tried, "
                 f"the first is expert {missing[0]}",
-                source=str(state.evidence.reference.cut.meta["source"]),
-                remedy=_CHOOSE_ALL if all(map(depends_on_call, state.evidence.reference.expert_index.nodes)) else "",
+                source=str(proof.evidence.reference.cut.meta["source"]),
+                remedy=_CHOOSE_ALL if all(map(depends_on_call, proof.evidence.reference.expert_index.nodes)) else "",
             )
         extra += 1
-        sizes = state.size_choice.choose(max(17, min(len(missing), 4 * state.max_experts)), extra)
+        sizes = proof.size_choice.choose(max(17, min(len(missing), 4 * proof.max_experts)), extra)
         before = set(missing)
         prefer = tuple(missing) * max(1, 16 // len(missing))
-        state.add_form(state.capture_and_lift(Routing("diverse", 10 + extra, prefer=prefer), sizes))
-        after = set(range(state.num_experts)) - state.evidence.seen_experts - _find_zero_experts(state)
+        proof.add_form(proof.capture_and_lift(Routing("diverse", 10 + extra, prefer=prefer), sizes))
+        after = set(range(proof.num_experts)) - proof.evidence.seen_experts - _find_zero_experts(proof)
         if after == before and extra > 2:
             extra = _MAX_EXTRA
 
 
-def _choose_by_numbers(state: ProofView, missing: set[int]) -> None:
+def _choose_by_numbers(proof: ProofView, missing: set[int]) -> None:
     """Lift all captures again with integers that choose the missing experts, if arguments or buffers choose experts.
 
     The example may lack the tokens that choose them, and a table of experts that is loaded later is all zeros.
     """
-    first = state.evidence.reference
+    first = proof.evidence.reference
     if not all(map(depends_on_call, first.expert_index.nodes)):
         return
     choosing_values: set[ExtraValue] = set()
     for node in first.expert_index.nodes:
         ancestors = find_integer_ancestors(node)
         for leaf in (n for n in ancestors if n.op == "placeholder"):
-            argument = state.arguments.tensors[leaf.meta["position"]]
+            argument = proof.arguments.tensors[leaf.meta["position"]]
             numbers = (
                 _find_choosing_numbers(first.capture, node, leaf, missing) if argument.accepts_other_values else {}
             )
@@ -85,9 +85,9 @@ def _choose_by_numbers(state: ProofView, missing: set[int]) -> None:
             missing = missing - numbers.keys()
         for leaf in (n for n in ancestors if n.op == "get_attr" and not n.meta["val"].is_floating_point()):
             choosing_values |= {(leaf.meta["fqn"], e) for e in missing if can_hold(leaf.meta["val"], e)}
-    arguments = state.arguments.with_extra_values(choosing_values)
-    if choosing_values and can_run(state, arguments, state.evidence.sizes[0]):
-        state.remake_evidence(arguments)
+    arguments = proof.arguments.with_extra_values(choosing_values)
+    if choosing_values and can_run(proof, arguments, proof.evidence.sizes[0]):
+        proof.remake_evidence(arguments)
 
 
 def _find_choosing_numbers(captured: Capture, node: fx.Node, leaf: fx.Node, experts: set[int]) -> dict[int, int]:
@@ -111,26 +111,26 @@ def _find_choosing_numbers(captured: Capture, node: fx.Node, leaf: fx.Node, expe
     return number_by_expert
 
 
-def _find_zero_experts(state: ProofView) -> set[int]:
+def _find_zero_experts(proof: ProofView) -> set[int]:
     """Return the ids that are chosen and never contribute: experts that do nothing.
 
     They must be chosen too often for chance, both in slots and in captures. Masks, a capacity, or a buffer that allows
     some experts only may drop the slots of an expert that works.
     """
-    chosen = [(form, form.ids.flatten().tolist()) for form in state.evidence.forms]
+    chosen = [(form, form.ids.flatten().tolist()) for form in proof.evidence.forms]
     slots = [seen for form, ids in chosen for seen in zip(ids, form.kept_slots.flatten().tolist(), strict=True)]
     captures = [(e, bool(form.kept_slots[form.ids == e].any())) for form, ids in chosen for e in set(ids)]
     by_slots, by_captures = _find_never_true(slots), _find_never_true(captures)
     return {e for e, n in Counter(e for e, _ in captures).items() if e in by_slots & by_captures and n > 1}
 
 
-def _count_experts(state: ProofView) -> int:
+def _count_experts(proof: ProofView) -> int:
     """Return the number of experts: the maximum over lengths of stacks, counts of sibling modules, and ids + 1."""
-    first = state.evidence.reference
-    total = max(state.evidence.seen_experts) + 1
+    first = proof.evidence.reference
+    total = max(proof.evidence.seen_experts) + 1
     for group in first.groups:
         for table in group.tables:
-            total = max(total, _count_siblings(state, table), _count_stacked(state, table, group.tables))
+            total = max(total, _count_siblings(proof, table), _count_stacked(proof, table, group.tables))
     for node in first.expert_index.nodes:
         if get_op_name(node) in ("masked_fill", "where"):  # the number that it fills in may be no expert's
             continue
@@ -140,20 +140,20 @@ def _count_experts(state: ProofView) -> int:
     return total
 
 
-def _count_stacked(state: ProofView, table: dict[int, ParameterSlice], tables: list[dict[int, ParameterSlice]]) -> int:
+def _count_stacked(proof: ProofView, table: dict[int, ParameterSlice], tables: list[dict[int, ParameterSlice]]) -> int:
     """Return how many experts a stacked tensor has parts for, divided among its tables; 0 if not numbered by expert."""
-    if any(guess_experts(part, state.siblings)[:1] != [e] for e, part in table.items()):
+    if any(guess_experts(part, proof.siblings)[:1] != [e] for e, part in table.items()):
         return 0
-    tensor, length = _find_stack(state, next(iter(table.values())))
+    tensor, length = _find_stack(proof, next(iter(table.values())))
     own_slices = set(table.values())
-    others = [set(t.values()) for t in tables if _find_stack(state, next(iter(t.values()))) == (tensor, length)]
+    others = [set(t.values()) for t in tables if _find_stack(proof, next(iter(t.values()))) == (tensor, length)]
     disjoint = [parts for parts in others if not parts & own_slices]
     return length // (1 + len(disjoint))
 
 
-def _find_stack(state: ProofView, part: ParameterSlice) -> tuple[Any, int]:
+def _find_stack(proof: ProofView, part: ParameterSlice) -> tuple[Any, int]:
     """Return the stacked tensor (FQN and steps to it) that contains a slice, and its number of parts."""
-    shape = get_tensor(state.block, part.fqn).shape
+    shape = get_tensor(proof.block, part.fqn).shape
     for i, (op, *rest) in enumerate(part.steps):
         if op == "at":
             return (part.fqn, part.steps[:i]), shape[rest[1][0][0]]
@@ -165,7 +165,7 @@ def _find_stack(state: ProofView, part: ParameterSlice) -> tuple[Any, int]:
     return part.fqn, 0
 
 
-def _count_siblings(state: ProofView, table: dict[int, ParameterSlice]) -> int:
+def _count_siblings(proof: ProofView, table: dict[int, ParameterSlice]) -> int:
     """Return the number of sibling modules that hold experts, if their numbers are the experts' ids; otherwise 0.
 
     A shared expert in their list does not count.
@@ -173,9 +173,9 @@ def _count_siblings(state: ProofView, table: dict[int, ParameterSlice]) -> int:
     names = {e: part.fqn.split(".") for e, part in table.items()}
     for depth, _ in enumerate(min(names.values(), key=len)):
         before = next(iter(names.values()))[:depth]
-        siblings = state.siblings.get(".".join(before), Siblings())
+        siblings = proof.siblings.get(".".join(before), Siblings())
         if all(siblings.numbers.get(parts[depth]) == e for e, parts in names.items()):
-            heads = {tuple(fqn.split(".")[: depth + 1]) for fqn in state.expert_parameters}
+            heads = {tuple(fqn.split(".")[: depth + 1]) for fqn in proof.expert_parameters}
             return sum((*before, name) in heads for name in siblings)
     return 0
 

@@ -54,27 +54,27 @@ class _Decision:
     outcomes_by_group: list[set[int]] = dataclasses.field(default_factory=list)
 
 
-def mix_decisions(state: ProofView) -> None:
+def mix_decisions(proof: ProofView) -> None:
     """Force mixed outcomes of comparisons of floats, and of integers made of floats, that had one outcome in all
     captures.
 
     Raises:
         Refused: mixed outcomes change the form.
     """
-    doubtful = [d for d in _find_decisions(state) if any(len(values) == 1 for values in d.outcomes_by_group)]
+    doubtful = [d for d in _find_decisions(proof) if any(len(values) == 1 for values in d.outcomes_by_group)]
     by_nodes = {frozenset(d.made_of): d for d in reversed(doubtful)}  # the first iteration of each loop
     for sites, decision in reversed(by_nodes.items()):
-        _force_each(state, decision.source, sites, decision.description, decision.forms)
+        _force_each(proof, decision.source, sites, decision.description, decision.forms)
     comparisons = [d for d in doubtful if d.description == _COMPARISON]
     if len(comparisons) > 1:  # one may matter only together with another
         all_sites = frozenset().union(*[d.made_of for d in comparisons])
-        _force_each(state, comparisons[0].source, all_sites, _TOGETHER, comparisons[0].forms[:1])
+        _force_each(proof, comparisons[0].source, all_sites, _TOGETHER, comparisons[0].forms[:1])
 
 
-def _find_decisions(state: ProofView) -> list[_Decision]:
+def _find_decisions(proof: ProofView) -> list[_Decision]:
     """Return the decisions that no capture forced, one per op and call stack."""
     decisions: dict[tuple[Any, str, str], _Decision] = {}
-    for form in state.evidence.forms:
+    for form in proof.evidence.forms:
         for n in form.capture.nodes:
             made_of = find_float_decisions(n)
             sites = set(map(locate_decision, made_of))
@@ -89,7 +89,7 @@ def _find_decisions(state: ProofView) -> list[_Decision]:
             decision.made_of |= sites
             decision.forms.append(form)
             outcomes_by_group = [
-                set(v.unique().tolist()) for v in _split_groups(n.meta["val"], decided, form, state.num_experts)
+                set(v.unique().tolist()) for v in _split_groups(n.meta["val"], decided, form, proof.num_experts)
             ]
             if outcomes_by_group:
                 # the last positions of a long order do not occur in every capture
@@ -99,14 +99,14 @@ def _find_decisions(state: ProofView) -> list[_Decision]:
 
 
 def _force_each(
-    state: ProofView, source: Source, sites: frozenset[DecisionSite], description: str, forms: list[CanonicalForm]
+    proof: ProofView, source: Source, sites: frozenset[DecisionSite], description: str, forms: list[CanonicalForm]
 ) -> None:
     """Force mixed outcomes in one capture of each kind of routing, once."""
     step = ForcedStep(OutcomeKind.OP, source, description)
     for captured in choose_captures(forms):
-        if not state.evidence.is_settled((sites, captured.graph)):
-            force_outcome(state, step, dict.fromkeys(sites, FORCE_MIXED), captured, is_safe=False)
-            state.settle((sites, captured.graph))
+        if not proof.evidence.is_settled((sites, captured.graph)):
+            force_outcome(proof, step, dict.fromkeys(sites, FORCE_MIXED), captured, is_safe=False)
+            proof.settle((sites, captured.graph))
 
 
 def _name_operand(a: Any) -> Any:

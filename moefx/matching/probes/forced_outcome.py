@@ -55,7 +55,7 @@ class ForcedStep:
 
 
 def force_outcome(
-    state: ProofView,
+    proof: ProofView,
     step: ForcedStep,
     interventions: Interventions,
     base: Capture | None = None,
@@ -79,23 +79,23 @@ def force_outcome(
     Raises:
         Refused: the outcome changes the form, or nothing was forced.
     """
-    at = find_capture(state, base, interventions)
+    at = find_capture(proof, base, interventions)
     if at is None:  # a guard excludes calls like it
         return True
-    form = state.evidence.forms[at]
+    form = proof.evidence.forms[at]
     capture, optional = form.capture, form.optional_guard
     try:
-        forced = state.capture_and_lift(
+        forced = proof.capture_and_lift(
             capture.routing.restart(), form.sizes, {**capture.interventions, **interventions}
         )
         if not _has_forced(forced.capture, interventions):
             raise refuse_change(step)
         forced_read = step.source if step.kind is not OutcomeKind.OP else None
-        state.add_form(forced, optional=optional, forced_read=forced_read)
+        proof.add_form(forced, optional=optional, forced_read=forced_read)
     except MoefxError as refusal:
         if optional is None:
             raise refuse_change(step) from refusal
-        state.replace_by_guard(at)
+        proof.replace_by_guard(at)
         return True
     except Exception as error:
         if is_internal_error(error):
@@ -119,17 +119,17 @@ def repeat_outcome(base: Capture, calls: tuple[Source, ...], value: Any) -> Any:
     return LimitedOutcome(value, _REPEATS * (len(reads) + 1), compared)
 
 
-def find_capture(state: ProofView, base: Capture | None, interventions: Interventions) -> int | None:
+def find_capture(proof: ProofView, base: Capture | None, interventions: Interventions) -> int | None:
     """Return the index of a capture in the evidence, and 0 without a capture.
 
     If the proof has dropped the capture, return another one with something to force, or None if there is none.
     """
-    indices = range(len(state.evidence.forms))
+    indices = range(len(proof.evidence.forms))
     if base is None:
         return 0
-    if (at := next((i for i in indices if state.evidence.forms[i].capture is base), None)) is not None:
+    if (at := next((i for i in indices if proof.evidence.forms[i].capture is base), None)) is not None:
         return at
-    return next((i for i in indices if _can_force(state.evidence.forms[i].capture, interventions)), None)
+    return next((i for i in indices if _can_force(proof.evidence.forms[i].capture, interventions)), None)
 
 
 def _can_force(capture: Capture, interventions: Interventions) -> bool:

@@ -161,7 +161,7 @@ def _is_count(node: Any) -> bool:
     return False
 
 
-def show_idle_expert(state: ProofView, read: HostRead) -> bool:
+def show_idle_expert(proof: ProofView, read: HostRead) -> bool:
     """Add a capture of few tokens that leaves an expert idle, if the read only tests whether an expert has tokens.
 
     Returns:
@@ -176,9 +176,9 @@ def show_idle_expert(state: ProofView, read: HostRead) -> bool:
     last_refusal: MoefxError | None = None
     for seed in range(_MAX_CAPTURES):
         try:
-            if (form := _lift_few_tokens(state, read, seed)) is None:
+            if (form := _lift_few_tokens(proof, read, seed)) is None:
                 continue
-            state.add_form(form)
+            proof.add_form(form)
         except MoefxError as refusal:
             last_refusal = refusal  # a few tokens may not show the form: try others
             continue
@@ -191,14 +191,14 @@ def show_idle_expert(state: ProofView, read: HostRead) -> bool:
     return read.value == test.if_some and _marks_one_expert(test.mask)
 
 
-def _lift_few_tokens(state: ProofView, read: HostRead, seed: int) -> CanonicalForm | None:
+def _lift_few_tokens(proof: ProofView, read: HostRead, seed: int) -> CanonicalForm | None:
     """Lift a capture of two or three tokens; None if it has the same outcome, or the program does not run."""
-    sizes = state.size_choice.choose_sequence(2 + seed % 2)
+    sizes = proof.size_choice.choose_sequence(2 + seed % 2)
     routing = Routing(("overloaded", "diverse")[seed // 2 % 2], 40 + seed)
-    if not state.size_choice.satisfies_restrictions(sizes):
+    if not proof.size_choice.satisfies_restrictions(sizes):
         return None
     try:
-        captured = state.capture(routing, sizes)
+        captured = proof.capture(routing, sizes)
     except Exception as error:
         if not is_program_error(error):
             raise
@@ -206,4 +206,4 @@ def _lift_few_tokens(state: ProofView, read: HostRead, seed: int) -> CanonicalFo
     if all(other.value == read.value for other in captured.reads if other.call_stack == read.call_stack):
         return None
     # a second capture under the same `Routing` chooses other experts
-    return state.lift(captured)
+    return proof.lift(captured)

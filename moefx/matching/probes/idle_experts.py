@@ -53,15 +53,15 @@ class Concentration(NamedTuple):
         return torch.full_like(value, self.number)
 
 
-def leave_experts_idle(state: ProofView) -> None:
+def leave_experts_idle(proof: ProofView) -> None:
     """Add captures in which tokens concentrate on one number of an argument, if that changes an outcome.
 
     Captures that do not have the form of the others are left to the probes that force an outcome.
     """
-    captured, changed = state.evidence.reference.capture, dict[Concentration, set[fx.Node]]()
-    open_ = set(find_doubtful_nodes(state)[:_MAX_NODES])
+    captured, changed = proof.evidence.reference.capture, dict[Concentration, set[fx.Node]]()
+    open_ = set(find_doubtful_nodes(proof)[:_MAX_NODES])
     for node in open_:
-        for concentration in _find_concentrations(state, captured, node):
+        for concentration in _find_concentrations(proof, captured, node):
             changed.setdefault(concentration, set()).add(node)
     for _ in range(_MAX_CAPTURES):
         best = max(changed, key=lambda c: len(changed[c] & open_), default=None)
@@ -69,28 +69,28 @@ def leave_experts_idle(state: ProofView) -> None:
             return
         open_ -= changed.pop(best)
         with contextlib.suppress(Refused):
-            form = state.capture_and_lift(Routing("diverse", 0), state.evidence.sizes[0], {best.position: best})
-            state.add_form(form)
+            form = proof.capture_and_lift(Routing("diverse", 0), proof.evidence.sizes[0], {best.position: best})
+            proof.add_form(form)
 
 
-def concentrate_tokens(state: ProofView) -> None:
+def concentrate_tokens(proof: ProofView) -> None:
     """Check the form of many tokens that all choose the same experts, if the program tests which experts are idle.
 
     Raises:
         Refused: the form differs.
     """
-    if not state.evidence.emptiness_tests.sites:
+    if not proof.evidence.emptiness_tests.sites:
         return
-    most = max(state.evidence.sizes, key=lambda sizes: math.prod(sizes.values()))
-    for seed in (0, state.num_experts - 1):
-        state.evidence.require_same_form(state.capture_and_lift(Routing("concentrated", seed), most))
+    most = max(proof.evidence.sizes, key=lambda sizes: math.prod(sizes.values()))
+    for seed in (0, proof.num_experts - 1):
+        proof.evidence.require_same_form(proof.capture_and_lift(Routing("concentrated", seed), most))
 
 
-def _find_concentrations(state: ProofView, captured: Capture, node: fx.Node) -> Iterator[Concentration]:
+def _find_concentrations(proof: ProofView, captured: Capture, node: fx.Node) -> Iterator[Concentration]:
     """Yield the concentrations that change the outcome of a boolean node."""
     ancestors = find_integer_ancestors(node)
     for leaf in (n for n in ancestors if n.op == "placeholder"):
-        argument = state.arguments.tensors[leaf.meta["position"]]
+        argument = proof.arguments.tensors[leaf.meta["position"]]
         if argument.numbers_per_token > 1 or not argument.has_token_axis:
             continue
         run = _Run(captured, leaf, find_path(leaf, ancestors), node)

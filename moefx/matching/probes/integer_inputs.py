@@ -137,7 +137,7 @@ def find_operands(n: fx.Node) -> list[fx.Node]:
     return [a for b in n.all_input_nodes for a in (b.all_input_nodes if b.meta.get("val") is None else [b])]
 
 
-def vary_integer_inputs(state: ProofView) -> None:
+def vary_integer_inputs(proof: ProofView) -> None:
     """Capture with each number of `boundary_values`, then force another outcome of each result with one outcome.
 
     An outcome is forced in a capture that has the result: one behind a branch occurs only there.
@@ -148,27 +148,27 @@ def vary_integer_inputs(state: ProofView) -> None:
     """
     observed: list[dict[OpRun, Observation]] = []  # by capture
     settled: set[OpRun] = set()
-    extra = [*(t.extra_values for t in state.arguments.tensors), *state.arguments.extra_buffer_values.values()]
+    extra = [*(t.extra_values for t in proof.arguments.tensors), *proof.arguments.extra_buffer_values.values()]
     extra_seeds = (
         range(_FIRST_BOUNDARY_SEED, _FIRST_BOUNDARY_SEED + max(map(len, extra), default=0) + 1) if any(extra) else ()
     )
     few_tokens = iter(_FEW_TOKENS_SEEDS)
-    seeds = iter((*(BUFFER_SEEDS if has_integers(state.block) else ()), *extra_seeds))
+    seeds = iter((*(BUFFER_SEEDS if has_integers(proof.block) else ()), *extra_seeds))
     while True:
-        observed += [observe_integers(form.capture) for form in state.evidence.forms[len(observed) :]]
+        observed += [observe_integers(form.capture) for form in proof.evidence.forms[len(observed) :]]
         run = next((p for p in _find_doubtful_runs(observed) if p not in settled), None)
         if run is None:
             return
         if (seed := next(seeds, None)) is not None:
-            state.add_form(state.capture_and_lift(Routing("diverse", seed), state.evidence.sizes[0]))
+            proof.add_form(proof.capture_and_lift(Routing("diverse", seed), proof.evidence.sizes[0]))
             continue
         first = next(i for i, by_run in enumerate(observed) if run in by_run)
         node = observed[first][run].node
         if _is_test_of_tokens(node) and (seed := next(few_tokens, None)) is not None:
-            _capture_few_tokens(state, seed)
+            _capture_few_tokens(proof, seed)
             continue
         settled.add(run)
-        _force_other_value(state, node, first)
+        _force_other_value(proof, node, first)
 
 
 def _is_test_of_tokens(node: fx.Node) -> bool:
@@ -177,18 +177,18 @@ def _is_test_of_tokens(node: fx.Node) -> bool:
     return val.dtype is torch.bool and not val.dim() and depends_on_arguments(node)
 
 
-def _capture_few_tokens(state: ProofView, seed: int) -> None:
+def _capture_few_tokens(proof: ProofView, seed: int) -> None:
     """Add a capture of about three tokens, if it has the form of the others: `vary_token_counts` refuses another."""
-    near = state.arguments.choose_tokens_near(3, avoid=(state.evidence.reference.slots,))
-    sizes = state.size_choice.choose_sequence(near)
-    if state.size_choice.satisfies_restrictions(sizes):
+    near = proof.arguments.choose_tokens_near(3, avoid=(proof.evidence.reference.slots,))
+    sizes = proof.size_choice.choose_sequence(near)
+    if proof.size_choice.satisfies_restrictions(sizes):
         with suppress_program_errors(Refused):
-            state.add_form(state.capture_and_lift(Routing("diverse", seed), sizes))
+            proof.add_form(proof.capture_and_lift(Routing("diverse", seed), sizes))
 
 
-def find_doubtful_nodes(state: ProofView) -> list[fx.Node]:
+def find_doubtful_nodes(proof: ProofView) -> list[fx.Node]:
     """Return the nodes of the first capture that had one outcome in all captures."""
-    observed = [observe_integers(form.capture) for form in state.evidence.forms]
+    observed = [observe_integers(form.capture) for form in proof.evidence.forms]
     return [observed[0][run].node for run in _find_doubtful_runs(observed) if run in observed[0]]
 
 
@@ -212,13 +212,13 @@ def _find_doubtful_runs(observed: list[dict[OpRun, Observation]]) -> list[OpRun]
     return [run for run, observation in merged if observation.is_doubtful]
 
 
-def _force_other_value(state: ProofView, node: fx.Node, index: int) -> None:
+def _force_other_value(proof: ProofView, node: fx.Node, index: int) -> None:
     """Force another outcome of a node in the capture with this index, which must not change the experts.
 
     Raises:
         Refused: the form, the lines that values are read from, or the kept slots change.
     """
-    source, base = node.meta["source"], state.evidence.forms[index]
+    source, base = node.meta["source"], proof.evidence.forms[index]
     description = "a comparison" if node.meta["val"].dtype is torch.bool else f"a number made by {get_op_name(node)}"
     refusal = Refused(
         f"the experts depend on {description} of given integers or buffers, which had the same outcome for all values "
@@ -228,8 +228,8 @@ def _force_other_value(state: ProofView, node: fx.Node, index: int) -> None:
     )
     interventions = {**base.capture.interventions, (source, str(node.target), True): FORCE_MIXED}
     try:
-        form = state.capture_and_lift(base.capture.routing.restart(), base.sizes, interventions)
-        aligned = state.evidence.require_same_form(form)
+        form = proof.capture_and_lift(base.capture.routing.restart(), base.sizes, interventions)
+        aligned = proof.evidence.require_same_form(form)
     except Exception as error:
         if is_internal_error(error):
             raise
@@ -238,7 +238,7 @@ def _force_other_value(state: ProofView, node: fx.Node, index: int) -> None:
         raise refusal from error
     if _find_read_lines(aligned) != _find_read_lines(base) or not torch.equal(aligned.kept_slots, base.kept_slots):
         raise refusal
-    state.add_form(form)
+    proof.add_form(form)
 
 
 def _find_read_lines(form: CanonicalForm) -> list[Any]:

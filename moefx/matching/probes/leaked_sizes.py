@@ -57,9 +57,9 @@ class Difference(NamedTuple):
 class _CommonBehaviour:
     """The lines that ran in all captures, and the numbers that were equal in all."""
 
-    def __init__(self, state: ProofView):
-        many = [form.capture for form in state.evidence.forms if math.prod(form.tokens) > 1]
-        self.state = state
+    def __init__(self, proof: ProofView):
+        many = [form.capture for form in proof.evidence.forms if math.prod(form.tokens) > 1]
+        self.proof = proof
         self.all_lines = set().union(*map(_collect_lines, many))
         self.common_lines = set.intersection(*map(_collect_lines, many))
         numbers_by_capture = [*map(_collect_numbers, many)]
@@ -69,15 +69,15 @@ class _CommonBehaviour:
             if v is not None and all(numbers.get(at) == v for numbers in numbers_by_capture)
         }
         self.max_nodes = 4 * max(len(c.nodes) for c in many)
-        self.leaked_routing = any(form.capture.sizes.leaked_routing for form in state.evidence.forms)
-        self.has_drops = any(not form.kept_slots.all() for form in state.evidence.forms)
+        self.leaked_routing = any(form.capture.sizes.leaked_routing for form in proof.evidence.forms)
+        self.has_drops = any(not form.kept_slots.all() for form in proof.evidence.forms)
         # Share of the tokens that an expert gets, by kind of routing.
-        even = state.evidence.reference.slots / state.num_experts
+        even = proof.evidence.reference.slots / proof.num_experts
         self.crowds: dict[RoutingKind, float] = {"diverse": even if self.leaked_routing else 1.0}
         if self.leaked_routing:
             self.crowds["concentrated"] = 1.0
         # comparisons that had both outcomes exclude no size
-        self.guards = [g for g in state.evidence.seen_guards() if all(g.holds(sizes) for sizes in state.evidence.sizes)]
+        self.guards = [g for g in proof.evidence.seen_guards() if all(g.holds(sizes) for sizes in proof.evidence.sizes)]
         self.differences: dict[tuple[RoutingKind, int], Difference] = {}
 
     def has_changed_numbers(self, captured: Capture) -> bool:
@@ -123,10 +123,10 @@ class _CommonBehaviour:
         return self.differences[kind, tokens]
 
     def _differs_in(self, kind: RoutingKind, tokens: int) -> Difference:
-        sizes = self.state.size_choice.choose_sequence(tokens)
+        sizes = self.proof.size_choice.choose_sequence(tokens)
         if not all(g.holds(sizes) for g in self.guards):
             return Difference(lines=False, numbers=False)
-        captured = self.state.capture(Routing(kind, 8), sizes, max_nodes=self.max_nodes)
+        captured = self.proof.capture(Routing(kind, 8), sizes, max_nodes=self.max_nodes)
         are_same = self.common_lines <= _collect_lines(captured) <= self.all_lines and not (
             self.leaked_routing and self._has_other_form(captured)
         )
@@ -138,79 +138,79 @@ class _CommonBehaviour:
         A plain number of the routing, such as an entry of a list of budgets, may change this without changing lines.
         """
         try:
-            form = self.state.evidence.require_same_form(self.state.lift(captured))
+            form = self.proof.evidence.require_same_form(self.proof.lift(captured))
         except Refused:
             return True
         return not self.has_drops and not form.kept_slots.all()
 
 
-def vary_leaked_sizes(state: ProofView) -> None:
+def vary_leaked_sizes(proof: ProofView) -> None:
     """Capture more tokens, if a size or a load became a plain number.
 
     If other lines run than in all captures, guard the form to hold below that size. If a constant number changes, add a
     capture there, which must agree.
     """
-    leaked_routing = any(form.capture.sizes.leaked_routing for form in state.evidence.forms)
-    if not leaked_routing and not _has_leaks(state) and not _changes_later(state):
+    leaked_routing = any(form.capture.sizes.leaked_routing for form in proof.evidence.forms)
+    if not leaked_routing and not _has_leaks(proof) and not _changes_later(proof):
         return
-    behaviour, numbers_changed = _CommonBehaviour(state), False
+    behaviour, numbers_changed = _CommonBehaviour(proof), False
     # the tokens of one sequence: a number equal for 5 sequences of 19 may differ for one of 40
-    arguments = state.arguments
-    last_axis = [sizes[arguments.dims[-1]] for sizes in state.evidence.sizes] if arguments.dims else []
+    arguments = proof.arguments
+    last_axis = [sizes[arguments.dims[-1]] for sizes in proof.evidence.sizes] if arguments.dims else []
     below = max(last_axis) * arguments.tokens_per_unit if last_axis else 1
 
     def guard_below(high: int) -> SizeGuard:
         return SizeGuard(arguments.tokens, "lt", str(high), True)
 
-    proven = max(math.prod(form.tokens) for form in state.evidence.forms)
-    longest = max_capture_tokens(state.evidence.forms, times=4)
+    proven = max(math.prod(form.tokens) for form in proof.evidence.forms)
+    longest = max_capture_tokens(proof.evidence.forms, times=4)
     for tokens in map(arguments.choose_tokens_near, _LEAK_SIZES):
         if tokens <= below:
             continue
         if tokens > longest:
-            state.add_guard(guard_below(max(below, proven) + 1))
+            proof.add_guard(guard_below(max(below, proven) + 1))
             return
         try:
             other_lines, other_numbers = behaviour.differs(tokens)
         except CaptureError:  # too long: a loop over the tokens
-            state.add_guard(guard_below(max(below, proven) + 1))
+            proof.add_guard(guard_below(max(below, proven) + 1))
             return
         if other_lines:
-            state.add_guard(guard_below(behaviour.find_first("lines", below, tokens)))
+            proof.add_guard(guard_below(behaviour.find_first("lines", below, tokens)))
             return
         if other_numbers and not numbers_changed:
             first = behaviour.find_first("numbers", below, tokens)
-            if not _confirm_at(state, first, guard_below(first), behaviour.has_changed_numbers):
-                state.add_guard(guard_below(first))
+            if not _confirm_at(proof, first, guard_below(first), behaviour.has_changed_numbers):
+                proof.add_guard(guard_below(first))
                 return
             numbers_changed = True
         below = tokens
 
 
-def try_round_sizes(state: ProofView) -> None:
+def try_round_sizes(proof: ProofView) -> None:
     """Compare sizes that are powers of two, squares and multiples, or that the code names, with their neighbours.
 
     Raises:
         Refused: one of the sizes has other lines or numbers than its neighbours.
     """
-    if not _has_leaks(state) or not state.arguments.dims:
+    if not _has_leaks(proof) or not proof.arguments.dims:
         return
-    behaviour = _CommonBehaviour(state)
+    behaviour = _CommonBehaviour(proof)
     named = [
-        n for n in trace_closure(collect_code(state.block)).numbers if type(n) is int and _FEW < n <= MAX_CROWD_TOKENS
+        n for n in trace_closure(collect_code(proof.block)).numbers if type(n) is int and _FEW < n <= MAX_CROWD_TOKENS
     ]
     sizes = sorted({*_ROUND_SIZES, *sorted(named)[:_MAX_NAMED]})
-    for n in itertools.takewhile(lambda n: n < max_capture_tokens(state.evidence.forms, times=4), sizes):
+    for n in itertools.takewhile(lambda n: n < max_capture_tokens(proof.evidence.forms, times=4), sizes):
         try:
             if not any(difference := behaviour.differs(n)):
                 continue
-            beside = [_find_next(state, n, step) for step in (-1, 1)]
+            beside = [_find_next(proof, n, step) for step in (-1, 1)]
             before, after = map(behaviour.differs, beside)
         except CaptureError:  # too long: a loop over the tokens
-            state.add_guard(SizeGuard(state.arguments.tokens, "lt", str(n), True))
+            proof.add_guard(SizeGuard(proof.arguments.tokens, "lt", str(n), True))
             return
         if any(at and not (low or high) for at, low, high in zip(difference, before, after, strict=True)):
-            leaks = sorted(set().union(*[form.capture.sizes.leaks for form in state.evidence.forms]))
+            leaks = sorted(set().union(*[form.capture.sizes.leaks for form in proof.evidence.forms]))
             raise Refused(
                 f"the block computes something different for {n} tokens than for {beside[0]} or {beside[1]}, by sizes "
                 f"that became plain Python numbers ({', '.join(leaks[:3])})",
@@ -218,46 +218,46 @@ def try_round_sizes(state: ProofView) -> None:
             )
 
 
-def _find_next(state: ProofView, tokens: int, step: int) -> int:
+def _find_next(proof: ProofView, tokens: int, step: int) -> int:
     """Return the next number of tokens in direction `step` with other sizes."""
     candidates = range(tokens + step, tokens + _FEW * step, step)
     return next(
-        (n for n in candidates if state.size_choice.choose_sequence(n) != state.size_choice.choose_sequence(tokens)),
+        (n for n in candidates if proof.size_choice.choose_sequence(n) != proof.size_choice.choose_sequence(tokens)),
         tokens + step,
     )
 
 
-def _has_leaks(state: ProofView) -> bool:
-    return any(form.capture.sizes.leaks for form in state.evidence.forms)
+def _has_leaks(proof: ProofView) -> bool:
+    return any(form.capture.sizes.leaks for form in proof.evidence.forms)
 
 
-def guard_constant_expressions(state: ProofView) -> None:
+def guard_constant_expressions(proof: ProofView) -> None:
     """Guard each expression of sizes (`S % 2`) that is constant over the captures, but not over sizes between them."""
-    largest = state.arguments.tokens_per_unit * max(math.prod(sizes.values()) for sizes in state.evidence.sizes)
-    for text in sorted(set().union(*[form.capture.sizes.used for form in state.evidence.forms])):
+    largest = proof.arguments.tokens_per_unit * max(math.prod(sizes.values()) for sizes in proof.evidence.sizes)
+    for text in sorted(set().union(*[form.capture.sizes.used for form in proof.evidence.forms])):
         with contextlib.suppress(ArithmeticError, ValueError):
-            seen = {evaluate_size(text, sizes) for sizes in state.evidence.sizes}
-            between = {evaluate_size(text, state.size_choice.choose_sequence(n)) for n in range(2, largest + 1)}
+            seen = {evaluate_size(text, sizes) for sizes in proof.evidence.sizes}
+            between = {evaluate_size(text, proof.size_choice.choose_sequence(n)) for n in range(2, largest + 1)}
             if len(seen) == 1 and between != seen:
-                state.add_guard(SizeGuard(text, "eq", str(seen.pop()), True))
+                proof.add_guard(SizeGuard(text, "eq", str(seen.pop()), True))
 
 
-def _changes_later(state: ProofView) -> bool:
+def _changes_later(proof: ProofView) -> bool:
     """Return whether an expression of sizes with one value in the captures has others at more tokens.
 
     `max(S // 16, 1)` is 1 at 3, 17 and 29 tokens, and the capture of 3 tokens need not even show the division.
     """
-    later = [state.size_choice.choose_sequence(tokens) for tokens in _LEAK_SIZES]
-    for text in set().union(*[form.capture.sizes.used for form in state.evidence.forms]):
+    later = [proof.size_choice.choose_sequence(tokens) for tokens in _LEAK_SIZES]
+    for text in set().union(*[form.capture.sizes.used for form in proof.evidence.forms]):
         with contextlib.suppress(ArithmeticError, ValueError):
-            seen = {evaluate_size(text, form.sizes) for form in state.evidence.forms if text in form.capture.sizes.used}
+            seen = {evaluate_size(text, form.sizes) for form in proof.evidence.forms if text in form.capture.sizes.used}
             if len(seen) == 1 and {evaluate_size(text, sizes) for sizes in later} != seen:
                 return True
     return False
 
 
 def _confirm_at(
-    state: ProofView, tokens: int, below: SizeGuard, has_changed_numbers: Callable[[Capture], bool]
+    proof: ProofView, tokens: int, below: SizeGuard, has_changed_numbers: Callable[[Capture], bool]
 ) -> bool:
     """Add a capture of sequences of at least `tokens` tokens, at which a number has changed.
 
@@ -266,7 +266,7 @@ def _confirm_at(
     """
     if 2 * tokens > MAX_CROWD_TOKENS:
         return False
-    arguments = state.arguments
+    arguments = proof.arguments
     candidates = (
         arguments.choose_sizes(times * tokens, 1) for times in _SEQUENCES
     )  # not one sequence: S must differ from B*S
@@ -274,10 +274,10 @@ def _confirm_at(
     if sizes is None:
         return False
     try:
-        form = state.capture_and_lift(Routing("diverse", 8), sizes)
+        form = proof.capture_and_lift(Routing("diverse", 8), sizes)
         if not has_changed_numbers(form.capture):
             return False  # the number has changed back
-        state.add_form(form, optional=below)
+        proof.add_form(form, optional=below)
     except Refused:
         return False
     return True

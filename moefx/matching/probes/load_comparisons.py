@@ -82,32 +82,32 @@ class _Side(NamedTuple):
     optional: SizeGuard | None
 
 
-def vary_loads(state: ProofView) -> None:
+def vary_loads(proof: ProofView) -> None:
     """Add captures of uneven and even loads, and captures in which comparisons of loads have the outcome of a crowd
     for each expert, if Python compares loads.
 
     Raises:
         Refused: a capture has another form.
     """
-    if not (comparisons := _find_comparisons(state)):
+    if not (comparisons := _find_comparisons(proof)):
         return
-    first = state.evidence.reference.capture
+    first = proof.evidence.reference.capture
     bases = [first]
-    for side in _find_sides(state):
-        captures = [_add_capture(state, routing, side, comparisons) for routing in _list_routings(state)]
+    for side in _find_sides(proof):
+        captures = [_add_capture(proof, routing, side, comparisons) for routing in _list_routings(proof)]
         made_captures = [captured for captured in captures if captured is not None]
-        comparisons = {**_find_comparisons(state), **comparisons}
-        outcomes = _find_outcomes(state, side)
+        comparisons = {**_find_comparisons(proof), **comparisons}
+        outcomes = _find_outcomes(proof, side)
         for comparison in comparisons.values():
-            _force_large_load(state, comparison, made_captures[-1:] + made_captures[:1], outcomes)
+            _force_large_load(proof, comparison, made_captures[-1:] + made_captures[:1], outcomes)
         bases += made_captures[-1:]
-    outcomes = _find_outcomes(state, None)
+    outcomes = _find_outcomes(proof, None)
     for comparison in comparisons.values():
-        _force_large_load(state, comparison, [first], outcomes)
-    _force_all_large(state, [c for c in comparisons.values() if c.limit is not None], bases)
+        _force_large_load(proof, comparison, [first], outcomes)
+    _force_all_large(proof, [c for c in comparisons.values() if c.limit is not None], bases)
 
 
-def _force_all_large(state: ProofView, ordered: list[_Comparison], bases: list[Capture]) -> None:
+def _force_all_large(proof: ProofView, ordered: list[_Comparison], bases: list[Capture]) -> None:
     """Force all comparisons to the outcome of a crowd at once: one may matter only together with another.
 
     Raises:
@@ -120,13 +120,13 @@ def _force_all_large(state: ProofView, ordered: list[_Comparison], bases: list[C
         interventions: Interventions = {
             c.read.call_stack: repeat_outcome(base, c.read.call_stack, c.outcome_if_large) for c in ordered
         }
-        force_outcome(state, step, interventions, base)
+        force_outcome(proof, step, interventions, base)
 
 
-def _find_comparisons(state: ProofView) -> dict[_Calls, _Comparison]:
+def _find_comparisons(proof: ProofView) -> dict[_Calls, _Comparison]:
     """Return comparisons of numbers that grow with the tokens, one per call site, except tests for zero tokens."""
     comparisons: dict[_Calls, _Comparison] = {}
-    for form in state.evidence.forms:
+    for form in proof.evidence.forms:
         for read in form.capture.reads:
             op, other = (compared := _read_comparison(read)) or ("", None)
             if compared is None or read.call_stack in comparisons or op not in TWO_SIDED:
@@ -177,13 +177,13 @@ def _compares_load(capture: Capture, read: HostRead) -> bool:
     return bool((compared_range[1] >= UNBOUNDED // 2).any())
 
 
-def _list_routings(state: ProofView) -> list[Routing]:
+def _list_routings(proof: ProofView) -> list[Routing]:
     """Return the routings to try, in this order.
 
     The first two crowd the last and the first expert: one other expert has no token, the rest have one each. The third
     sends all tokens to the last expert, the fourth sends equally many to each.
     """
-    last = state.num_experts - 1
+    last = proof.num_experts - 1
     return [
         Routing("concentrated", last, tuple(range(last - 1))),
         Routing("concentrated", 0, tuple(range(last, 1, -1))),
@@ -192,12 +192,12 @@ def _list_routings(state: ProofView) -> list[Routing]:
     ]
 
 
-def _find_sides(state: ProofView) -> list[_Side]:
+def _find_sides(proof: ProofView) -> list[_Side]:
     """Return the sides of comparisons of sizes that captures of several tokens took, those of most tokens first."""
     sides: dict[tuple[bool, ...], _Side] = {}
-    for form in state.evidence.forms:
+    for form in proof.evidence.forms:
         sizes, tokens = form.sizes, math.prod(form.tokens)
-        outcomes = _compare_sizes(state, sizes)
+        outcomes = _compare_sizes(proof, sizes)
         known = sides.get(outcomes)
         best = -1 if known is None else _rank_tokens(math.prod(known.sizes.values()))
         if tokens > 1 and _rank_tokens(math.prod(sizes.values())) > best:
@@ -210,26 +210,26 @@ def _rank_tokens(tokens: int) -> float:
     return tokens if tokens <= _MAX_TOKENS else 1 / tokens
 
 
-def _compare_sizes(state: ProofView, sizes: dict[str, int]) -> tuple[bool, ...]:
+def _compare_sizes(proof: ProofView, sizes: dict[str, int]) -> tuple[bool, ...]:
     """Return the outcomes at `sizes` of the comparisons of sizes that had both outcomes among the captures."""
-    guards = dict.fromkeys(state.evidence.seen_guards())
+    guards = dict.fromkeys(proof.evidence.seen_guards())
     return tuple(
-        g.holds(sizes) for g in guards if len({g.holds(captured_sizes) for captured_sizes in state.evidence.sizes}) == 2
+        g.holds(sizes) for g in guards if len({g.holds(captured_sizes) for captured_sizes in proof.evidence.sizes}) == 2
     )
 
 
-def _find_outcomes(state: ProofView, side: _Side | None) -> dict[_Calls, set[Any]]:
+def _find_outcomes(proof: ProofView, side: _Side | None) -> dict[_Calls, set[Any]]:
     """Return the values of Python's reads by call site, on one side or on all."""
     outcomes: dict[_Calls, set[Any]] = {}
-    for form in state.evidence.forms:
-        if side is None or _compare_sizes(state, form.sizes) == side.outcomes:
+    for form in proof.evidence.forms:
+        if side is None or _compare_sizes(proof, form.sizes) == side.outcomes:
             for read in form.capture.reads:
                 outcomes.setdefault(read.call_stack, set()).add(read.value)
     return outcomes
 
 
 def _add_capture(
-    state: ProofView, routing: Routing, side: _Side, comparisons: dict[_Calls, _Comparison]
+    proof: ProofView, routing: Routing, side: _Side, comparisons: dict[_Calls, _Comparison]
 ) -> Capture | None:
     """Add a capture under a routing as evidence.
 
@@ -240,33 +240,33 @@ def _add_capture(
         Refused: the form differs, and no guard can keep this side out.
     """
     try:
-        captured = state.capture(routing, side.sizes)
+        captured = proof.capture(routing, side.sizes)
     except Exception as error:
         if not is_program_error(error):
             raise
         return None
     try:
-        state.add_form(state.lift(captured), optional=side.optional, may_relift=True)
+        proof.add_form(proof.lift(captured), optional=side.optional, may_relift=True)
     except NothingRouted:
         return None
     except Refused as refusal:
         if side.optional is None:
-            source = _find_new_outcome(state, captured, comparisons).source
+            source = _find_new_outcome(proof, captured, comparisons).source
             raise refuse_change(ForcedStep(OutcomeKind.LOAD, source)) from refusal
-        state.add_guard(side.optional)
+        proof.add_guard(side.optional)
         return None
     return captured
 
 
-def _find_new_outcome(state: ProofView, captured: Capture, comparisons: dict[_Calls, _Comparison]) -> HostRead:
+def _find_new_outcome(proof: ProofView, captured: Capture, comparisons: dict[_Calls, _Comparison]) -> HostRead:
     """Return a comparison with an outcome that the first capture does not have; any comparison if all have."""
-    first = {(read.call_stack, read.value) for read in state.evidence.reference.capture.reads}
+    first = {(read.call_stack, read.value) for read in proof.evidence.reference.capture.reads}
     new = [r for r in captured.reads if r.call_stack in comparisons and (r.call_stack, r.value) not in first]
     return next(iter(new), next(iter(comparisons.values())).read)
 
 
 def _force_large_load(
-    state: ProofView, comparison: _Comparison, bases: list[Capture], outcomes: dict[_Calls, set[Any]]
+    proof: ProofView, comparison: _Comparison, bases: list[Capture], outcomes: dict[_Calls, set[Any]]
 ) -> None:
     """Force a comparison to the outcome of a crowd for all experts.
 
@@ -289,9 +289,9 @@ def _force_large_load(
                 continue
             try:
                 step = ForcedStep(OutcomeKind.LOAD, comparison.read.source)
-                is_shown = force_outcome(state, step, {calls: repeat_outcome(base, calls, value)}, base)
+                is_shown = force_outcome(proof, step, {calls: repeat_outcome(base, calls, value)}, base)
             except Refused:
-                if not _load_every_expert(state, comparison):
+                if not _load_every_expert(proof, comparison):
                     raise
                 return
             limit = comparison.limit
@@ -300,31 +300,31 @@ def _force_large_load(
                 and limit is not None
                 and limit > 1
                 and not comparison.read.origins
-                and not _load_every_expert(state, comparison)
+                and not _load_every_expert(proof, comparison)
             ):
-                slots = state.evidence.reference.slots
-                state.add_guard(SizeGuard(f"{state.arguments.tokens}*{slots}", "lt", str(limit), True))
+                slots = proof.evidence.reference.slots
+                proof.add_guard(SizeGuard(f"{proof.arguments.tokens}*{slots}", "lt", str(limit), True))
                 return
 
 
-def _load_every_expert(state: ProofView, comparison: _Comparison) -> bool:
+def _load_every_expert(proof: ProofView, comparison: _Comparison) -> bool:
     """Add a capture in which each expert really has as many tokens as a crowd, up to `MAX_CROWD_TOKENS` in all.
 
     Returns:
         Whether the comparison had the outcome of a crowd for each expert, and the form agrees with the others.
     """
-    slots, experts = state.evidence.reference.slots, state.num_experts
+    slots, experts = proof.evidence.reference.slots, proof.num_experts
     if (limit := comparison.limit) is None:
         return False
     if comparison.read.origins:  # a number computed from the load
         limit = max(limit, MAX_CROWD_TOKENS * slots // (2 * experts))
-    if (sizes := choose_even_sizes(state, limit)) is None:
+    if (sizes := choose_even_sizes(proof, limit)) is None:
         return False
     with suppress_program_errors(MoefxError):
-        form = state.capture_and_lift(Routing("even"), sizes)
+        form = proof.capture_and_lift(Routing("even"), sizes)
         outcomes = {read.value for read in form.capture.reads if read.call_stack == comparison.read.call_stack}
         if outcomes == {comparison.outcome_if_large}:
-            state.add_form(form, may_relift=True)
+            proof.add_form(form, may_relift=True)
             return True
     return False
 

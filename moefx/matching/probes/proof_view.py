@@ -3,10 +3,10 @@
 A probe is a function of a `ProofView`. It reads the evidence, captures the block in another way, and judges the result:
 it adds a form that must agree with the others, adds a guard on sizes, or raises `Refused`::
 
-    def vary_something(state: ProofView) -> None:
-        first = state.evidence.reference
-        form = state.capture_and_lift(first.capture.routing.restart(), first.sizes, interventions)
-        state.add_form(form)  # raises Refused if the form differs
+    def vary_something(proof: ProofView) -> None:
+        first = proof.evidence.reference
+        form = proof.capture_and_lift(first.capture.routing.restart(), first.sizes, interventions)
+        proof.add_form(form)  # raises Refused if the form differs
 
 `ProofState` implements both protocols, and documents each method. `forced_outcome.force_outcome` does these steps for a
 forced outcome, with a refusal that names the step.

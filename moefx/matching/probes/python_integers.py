@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from .proof_view import ProofView
 
 
-def refuse_python_integers(state: ProofView) -> None:
+def refuse_python_integers(proof: ProofView) -> None:
     """Compare the values that Python reads at one call site, in all captures with equally many reads there.
 
     Raises:
         Refused: the values differ.
     """
     seen: dict[tuple[tuple[Source, ...], int], Any] = {}
-    for form in state.evidence.forms:
+    for form in proof.evidence.forms:
         for calls, values in form.capture.plain_reads.items():
             if seen.setdefault((calls, len(values)), values) != values:
                 source = calls[0] if calls else None

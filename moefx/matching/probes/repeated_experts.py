@@ -41,25 +41,25 @@ _TOKENS_PER_CHANGE = 3  # one token in this many repeats an expert, the others s
 _Change = Callable[[list[torch.Tensor]], torch.Tensor]
 
 
-def repeat_experts(state: ProofView) -> None:
+def repeat_experts(proof: ProofView) -> None:
     """Let tokens choose an expert twice, if the program allows it.
 
     Raises:
         Refused: the two weights do not add up, or no capture shows that they do.
     """
-    first, sizes, experts = state.evidence.reference, state.evidence.sizes[0], state.evidence.seen_experts
-    if has_distinct_slots(first, experts, state.evidence.forms):
+    first, sizes, experts = proof.evidence.reference, proof.evidence.sizes[0], proof.evidence.seen_experts
+    if has_distinct_slots(first, experts, proof.evidence.forms):
         return
     makers = _find_makers(first, experts)
     pairs = _pair_slots(first.slots)
     if len(first.ids) < _TOKENS_PER_CHANGE * len(pairs):  # one token for each pair, and others that show the form
-        sizes = state.size_choice.choose(_TOKENS_PER_CHANGE * len(pairs), 0)
-        first = require_same_form(first, state.capture_and_lift(Routing("diverse", 0), sizes))
+        sizes = proof.size_choice.choose(_TOKENS_PER_CHANGE * len(pairs), 0)
+        first = require_same_form(first, proof.capture_and_lift(Routing("diverse", 0), sizes))
         makers = _find_makers(first, experts)
     culprits = tuple(dict.fromkeys(get_op_name(node) for node, _ in makers))
     source = str(makers[-1][0].meta["source"])
     again = RepeatedChoiceRefused(source, culprits)
-    form = _lift_with_choices(state, sizes, _build_flips(first, makers, _repeat_earlier(pairs)), again)
+    form = _lift_with_choices(proof, sizes, _build_flips(first, makers, _repeat_earlier(pairs)), again)
     if form is not None and not all(_has_shown(form, i, pairs) for i in range(len(pairs))):
         raise again
     if any(map(_is_looked_up, (node for node, _ in makers))):
@@ -67,7 +67,7 @@ def repeat_experts(state: ProofView) -> None:
             "the program looks up an expert by a number that may be below 0, which counts from the end",
             culprits=culprits, source=source, remedy="index the experts with the result of topk directly",
         )  # fmt: skip
-        form = _lift_with_choices(state, sizes, _build_flips(first, makers, _choose_no_expert), invalid_id)
+        form = _lift_with_choices(proof, sizes, _build_flips(first, makers, _choose_no_expert), invalid_id)
         if form is not None and any(e < 0 for group in form.groups for e in group.ids):
             raise invalid_id
 
@@ -80,7 +80,7 @@ def _has_shown(form: CanonicalForm, i: int, pairs: list[tuple[int, int | None]])
 
 
 def _lift_with_choices(
-    state: ProofView, sizes: dict[str, int], interventions: Interventions, refusal: Refused
+    proof: ProofView, sizes: dict[str, int], interventions: Interventions, refusal: Refused
 ) -> CanonicalForm | None:
     """Lift a capture with forced choices.
 
@@ -91,7 +91,7 @@ def _lift_with_choices(
         Refused: `refusal`, if the form differs from the other captures' or there is none.
     """
     try:
-        captured = state.capture(Routing("diverse", 0), sizes, interventions)
+        captured = proof.capture(Routing("diverse", 0), sizes, interventions)
     except MoefxError as cause:
         raise refusal from cause
     except Exception as error:
@@ -99,8 +99,8 @@ def _lift_with_choices(
             raise
         return None
     try:
-        form = state.evidence.require_same_form(state.lift(captured))
-        state.relift_evidence(form)
+        form = proof.evidence.require_same_form(proof.lift(captured))
+        proof.relift_evidence(form)
     except Refused as cause:
         raise refusal from cause
     return form

@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from .proof_view import ProofView
 
 
-def refuse_single_expert(state: ProofView) -> None:
+def refuse_single_expert(proof: ProofView) -> None:
     """Require two experts.
 
     Raises:
         Refused: there is one.
     """
-    if state.num_experts >= 2:
+    if proof.num_experts >= 2:
         return
-    source = str(state.evidence.reference.cut.meta["source"])
-    if any(_has_other_choice(form) for form in state.evidence.forms):
+    source = str(proof.evidence.reference.cut.meta["source"])
+    if any(_has_other_choice(form) for form in proof.evidence.forms):
         raise Refused(ONE_EXPERT, source=source)
     raise Refused("there is only one expert, and every token uses it: nothing is selected", source=source)
 

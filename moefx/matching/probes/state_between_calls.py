@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from .proof_view import ProofView
 
 
-def vary_state_between_calls(state: ProofView) -> None:
+def vary_state_between_calls(proof: ProofView) -> None:
     """Change the attributes that a call leaves behind, and require the form of the next call to be the same.
 
     Raises:
         Refused: the next call depends on these attributes.
     """
-    first = state.evidence.reference.capture
-    buffers = dict(state.block.named_buffers())
+    first = proof.evidence.reference.capture
+    buffers = dict(proof.block.named_buffers())
     attributes = {str(e.target): e.node for e in first.effects if e.kind == "attribute"}
     written = {path: node for path, node in attributes.items() if not _has_shape_of(buffers.get(path), node)}
     if not written:
@@ -43,13 +43,13 @@ def vary_state_between_calls(state: ProofView) -> None:
     with contextlib.ExitStack() as stack:
         for path, node in written.items():
             owner, _, key = path.rpartition(".")
-            module = state.block.get_submodule(owner)
+            module = proof.block.get_submodule(owner)
             values: dict[str, Any] = module._buffers if path in buffers else vars(module)
             stack.callback(values.update, {key: values[key]}) if key in values else stack.callback(values.pop, key)
             values[key] = pytree.tree_map_only(fx.Node, _change_value, node)
         try:
-            again = state.capture_and_lift(first.routing.restart(), state.evidence.sizes[0])
-            again = state.evidence.require_same_form(again)
+            again = proof.capture_and_lift(first.routing.restart(), proof.evidence.sizes[0])
+            again = proof.evidence.require_same_form(again)
         except Refused as refusal:
             raise _refuse_carried(written) from refusal
     names = [[str(n.target) for n in c.nodes if n.op == "call_function"] for c in (first, again.capture)]

@@ -44,7 +44,7 @@ UNKNOWN = 0  # limit of a number that is no plain count: the tokens that reach i
 OpSite = tuple[Source, str]
 
 
-def overflow_limits(state: ProofView) -> None:
+def overflow_limits(proof: ProofView) -> None:
     """Capture as many tokens as it takes to go beyond the limits that no capture reached. If that fails, guard the
     form to hold for fewer tokens.
 
@@ -52,24 +52,24 @@ def overflow_limits(state: ProofView) -> None:
         Refused: a limited number is no plain count, so the tokens that reach the limit are unknown.
     """
     attempts = iter(range(_MAX_CROWDS))
-    while (lowest := _find_lowest_unreached(state)) is not None:
+    while (lowest := _find_lowest_unreached(proof)) is not None:
         attempt = next(attempts, None)
-        if attempt is None or not _add_crowd_beyond(state, lowest, attempt):
-            slots = state.evidence.reference.slots
-            state.add_guard(SizeGuard(f"{state.arguments.tokens}*{slots}", "le", str(lowest), True))
+        if attempt is None or not _add_crowd_beyond(proof, lowest, attempt):
+            slots = proof.evidence.reference.slots
+            proof.add_guard(SizeGuard(f"{proof.arguments.tokens}*{slots}", "le", str(lowest), True))
             return
-    _overflow_every_expert(state)
+    _overflow_every_expert(proof)
 
 
-def _find_lowest_unreached(state: ProofView) -> int | None:
+def _find_lowest_unreached(proof: ProofView) -> int | None:
     """Find the lowest limit that no capture reached, and that more tokens can reach.
 
     Raises:
         Refused: the limited number is no plain count.
     """
-    limits_by_capture = _find_limits_by_capture(state)
+    limits_by_capture = _find_limits_by_capture(proof)
     sites = find_unreached(limits_by_capture)
-    highest_counts = [_count_most(form) for form in state.evidence.forms]
+    highest_counts = [_count_most(form) for form in proof.evidence.forms]
     unreached: set[int] = set()
     for site, limits in sites.items():
         if len(limits) == 1:
@@ -93,11 +93,11 @@ def _find_lowest_unreached(state: ProofView) -> int | None:
     return lowest
 
 
-def _find_limits_by_capture(state: ProofView) -> list[dict[OpSite, int | None]]:
-    return [find_limits(form.capture, state.evidence.unforced_lengths) for form in state.evidence.forms]
+def _find_limits_by_capture(proof: ProofView) -> list[dict[OpSite, int | None]]:
+    return [find_limits(form.capture, proof.evidence.unforced_lengths) for form in proof.evidence.forms]
 
 
-def _add_crowd_beyond(state: ProofView, limit: int, attempt: int) -> bool:
+def _add_crowd_beyond(proof: ProofView, limit: int, attempt: int) -> bool:
     """Add a capture in which more tokens than a limit choose one expert.
 
     Some limits hold for all choices, some for first choices only: the kind of the routing changes by `attempt`.
@@ -105,13 +105,13 @@ def _add_crowd_beyond(state: ProofView, limit: int, attempt: int) -> bool:
     Returns:
         Whether there is such a capture with the form of the others. It may take too many tokens.
     """
-    tokens = state.arguments.choose_tokens_near(int(limit / _CROWD_SHARE) + 10)
-    sizes = state.size_choice.choose_sequence(tokens)
-    if tokens > MAX_CROWD_TOKENS or not state.size_choice.satisfies_restrictions(sizes):
+    tokens = proof.arguments.choose_tokens_near(int(limit / _CROWD_SHARE) + 10)
+    sizes = proof.size_choice.choose_sequence(tokens)
+    if tokens > MAX_CROWD_TOKENS or not proof.size_choice.satisfies_restrictions(sizes):
         return False
-    kind = "contested" if state.evidence.reference.slots > 1 and attempt % 2 == 0 else "overloaded"
+    kind = "contested" if proof.evidence.reference.slots > 1 and attempt % 2 == 0 else "overloaded"
     try:
-        state.add_form(state.capture_and_lift(Routing(kind, 3 + attempt), sizes), may_relift=True)
+        proof.add_form(proof.capture_and_lift(Routing(kind, 3 + attempt), sizes), may_relift=True)
     except Exception as error:  # an error of the program, too, at sizes that it does not support
         if is_internal_error(error):
             raise
@@ -119,36 +119,36 @@ def _add_crowd_beyond(state: ProofView, limit: int, attempt: int) -> bool:
     return True
 
 
-def _overflow_every_expert(state: ProofView) -> None:
+def _overflow_every_expert(proof: ProofView) -> None:
     """Add a capture in which each expert exceeds the limits, unless it needs too many tokens. A limit may hold for one
     expert only (`(rank >= 16) & (chosen == 3)`).
 
     Raises:
         Refused: the form differs, or there is none although some slots are kept.
     """
-    by_site = _group_by_site(_find_limits_by_capture(state)).values()
+    by_site = _group_by_site(_find_limits_by_capture(proof)).values()
     limits = {limit for limits in by_site if None in limits for limit in limits if limit}
-    candidates = (choose_even_sizes(state, limit + 1) for limit in sorted(limits, reverse=True))
+    candidates = (choose_even_sizes(proof, limit + 1) for limit in sorted(limits, reverse=True))
     if (sizes := next(filter(None, candidates), None)) is None:
         return
     try:
-        form = state.capture_and_lift(Routing("even"), sizes)
+        form = proof.capture_and_lift(Routing("even"), sizes)
     except NothingRouted:  # each expert drops all of its slots: the limit holds for each
         return
     except Exception as error:
         if not is_program_error(error):
             raise
         return
-    state.add_form(form, may_relift=True)
+    proof.add_form(form, may_relift=True)
 
 
-def choose_even_sizes(state: ProofView, limit: int) -> dict[str, int] | None:
+def choose_even_sizes(proof: ProofView, limit: int) -> dict[str, int] | None:
     """Choose sizes at which an even routing gives each expert more choices than `limit`. None if these take more than
     `MAX_CROWD_TOKENS` tokens, or the proof does not cover them."""
-    slots, experts = state.evidence.reference.slots, state.num_experts
-    tokens = state.arguments.choose_tokens_near(experts * -(-(limit + 1) // slots) + experts)
-    sizes = state.size_choice.choose_sequence(tokens)
-    return sizes if tokens <= MAX_CROWD_TOKENS and state.size_choice.satisfies_restrictions(sizes) else None
+    slots, experts = proof.evidence.reference.slots, proof.num_experts
+    tokens = proof.arguments.choose_tokens_near(experts * -(-(limit + 1) // slots) + experts)
+    sizes = proof.size_choice.choose_sequence(tokens)
+    return sizes if tokens <= MAX_CROWD_TOKENS and proof.size_choice.satisfies_restrictions(sizes) else None
 
 
 def _count_most(form: CanonicalForm) -> int:

@@ -23,9 +23,9 @@ class SizeChoice:
         first_tokens: number of tokens of the first capture.
     """
 
-    def __init__(self, state: ProofState, first_tokens: int):
+    def __init__(self, proof: ProofState, first_tokens: int):
         self.first_tokens = first_tokens
-        self._state = state
+        self._proof = proof
         self._sequences: dict[tuple[int, int], dict[str, int]] = {}  # by the numbers of tokens and of captures
         self._guards_by_count: dict[int, list[SizeGuard]] = {}  # by the number of captures
 
@@ -38,9 +38,9 @@ class SizeChoice:
         Raises:
             Refused: no sizes satisfy the restrictions of the attempt.
         """
-        arguments, restrictions = self._state.arguments, self._state.size_restrictions
+        arguments, restrictions = self._proof.arguments, self._proof.size_restrictions
         sizes = arguments.choose_sizes(tokens, variant)
-        known = {math.prod(captured_sizes.values()) for captured_sizes in self._state.evidence.sizes}
+        known = {math.prod(captured_sizes.values()) for captured_sizes in self._proof.evidence.sizes}
         if not restrictions or (self.satisfies_restrictions(sizes) and math.prod(sizes.values()) not in known):
             return sizes
         is_first = variant < _FIRST_VARIANTS
@@ -68,19 +68,19 @@ class SizeChoice:
         them, choose as few sequences as possible with `tokens` tokens or a few more. Check the result with
         `satisfies_restrictions`: it may be a single sequence that the restrictions exclude.
         """
-        key = tokens, len(self._state.evidence.forms)
+        key = tokens, len(self._proof.evidence.forms)
         if key not in self._sequences:
-            single_sequences = [*map(self._state.arguments.choose_sequence, _SEQUENCE_LENGTHS)]
+            single_sequences = [*map(self._proof.arguments.choose_sequence, _SEQUENCE_LENGTHS)]
             guards = [g for g in self._consistent_guards() if not any(g.holds(sizes) for sizes in single_sequences)]
             self._sequences[key] = find_sequence(
-                self._state.arguments, (*self._state.size_restrictions, *guards), tokens
+                self._proof.arguments, (*self._proof.size_restrictions, *guards), tokens
             )
         return self._sequences[key]
 
     def choose_as_captured(self, tokens: int) -> dict[str, int]:
         """Choose sizes with `tokens` tokens, or a few more, at which each comparison has the captures' outcome."""
         return find_sequence(
-            self._state.arguments, (*self._state.size_restrictions, *self._consistent_guards()), tokens
+            self._proof.arguments, (*self._proof.size_restrictions, *self._consistent_guards()), tokens
         )
 
     def is_as_captured(self, sizes: dict[str, int]) -> bool:
@@ -89,11 +89,11 @@ class SizeChoice:
 
     def satisfies_restrictions(self, sizes: dict[str, int]) -> bool:
         """Return whether these sizes satisfy the restrictions of the attempt."""
-        return all(g.holds(sizes) for g in self._state.size_restrictions)
+        return all(g.holds(sizes) for g in self._proof.size_restrictions)
 
     def _consistent_guards(self) -> list[SizeGuard]:
         """Return the comparisons that had one outcome in all captures."""
-        evidence = self._state.evidence
+        evidence = self._proof.evidence
         count = len(evidence.forms)
         if count not in self._guards_by_count:
             guards = dict.fromkeys(evidence.seen_guards())

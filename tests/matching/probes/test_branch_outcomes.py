@@ -13,7 +13,7 @@ from moefx.errors import Refused
 from moefx.matching.probes.branch_outcomes import flip_branches
 
 from ..lift.small_blocks import Small
-from ..test_proof_state import lift, new_state
+from ..test_proof_state import lift, new_proof
 
 D, E, K = 16, 4, 2
 
@@ -222,12 +222,12 @@ class Clipped(Small):
 
 @pytest.mark.parametrize("bound, changes_form", [(torch.clone, False), (torch.tanh, True)])
 def test_a_branch_is_settled_after_its_verdict(bound, changes_form):
-    state = new_state(Clipped(bound))
-    state.evidence.add(lift(state))
-    reads = {read.call_stack for read in state.evidence.reference.capture.reads}
+    proof = new_proof(Clipped(bound))
+    proof.evidence.add(lift(proof))
+    reads = {read.call_stack for read in proof.evidence.reference.capture.reads}
     if changes_form:
         with pytest.raises(Refused, match="a value that Python reads"):
-            flip_branches(state)
+            flip_branches(proof)
     else:
-        flip_branches(state)
-    assert reads and {state.evidence.is_settled(calls) for calls in reads} == {not changes_form}
+        flip_branches(proof)
+    assert reads and {proof.evidence.is_settled(calls) for calls in reads} == {not changes_form}

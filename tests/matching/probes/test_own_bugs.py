@@ -49,7 +49,7 @@ def test_a_bug_in_a_capture_is_raised(monkeypatch, block, last):
     exec(compile(CODE, f"{PACKAGE_DIR}/bug.py", "exec"), names)
     monkeypatch.setattr(evidence, "find_conditions", names["fail"])
     model, args = block(), (torch.zeros(5, D), torch.arange(5))[: 1 + (block is ChosenByArgument)]
-    state = ProofState(model, next(iter(interpret_arguments(args, {}, ModelNumbers.of(model)))))
+    proof = ProofState(model, next(iter(interpret_arguments(args, {}, ModelNumbers.of(model)))))
     with pytest.raises(AssertionError):
-        prove(state)
+        prove(proof)
     assert len(names["captures"]) == last

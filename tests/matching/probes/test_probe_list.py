@@ -13,7 +13,7 @@ from moefx.matching.probes import probe_list
 from moefx.matching.probes.probe_list import PROBES
 from moefx.matching.probes.proof_view import EvidenceView, ProofView
 
-from ..test_proof_state import new_state
+from ..test_proof_state import new_proof
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -34,7 +34,7 @@ def test_each_probe_shows_a_program_that_it_protects_from(name):
 
 def list_uses(tree: ast.Module) -> set[tuple[str, str]]:
     """List the attributes that a module reads of a proof and of its evidence, each with the name of its owner."""
-    owners = {"state": "state", "evidence": "evidence"}
+    owners = {"proof": "proof", "evidence": "evidence"}
     return {
         (owner, node.attr)
         for node in ast.walk(tree)
@@ -45,13 +45,13 @@ def list_uses(tree: ast.Module) -> set[tuple[str, str]]:
 
 @pytest.mark.parametrize("file", sorted(Path(probe_list.__file__).parent.glob("*.py")), ids=lambda file: file.stem)
 def test_a_probe_does_only_what_its_view_of_the_proof_allows(file):
-    allowed = {("state", name) for name in vars(ProofView)} | {("evidence", name) for name in vars(EvidenceView)}
+    allowed = {("proof", name) for name in vars(ProofView)} | {("evidence", name) for name in vars(EvidenceView)}
     assert list_uses(ast.parse(file.read_text())) <= allowed
 
 
 def test_a_proof_has_all_that_probes_may_use():
-    state = new_state()
-    for owner, view in ((state, ProofView), (state.evidence, EvidenceView)):
+    proof = new_proof()
+    for owner, view in ((proof, ProofView), (proof.evidence, EvidenceView)):
         assert not [name for name in vars(view) if not name.startswith("_") and name not in dir(owner)]
 
 

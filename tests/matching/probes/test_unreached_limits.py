@@ -9,7 +9,7 @@ import moefx
 from moefx.matching.probes import unreached_limits
 
 from ... import blocks
-from ..test_proof_state import lift, new_state
+from ..test_proof_state import lift, new_proof
 
 
 @pytest.mark.parametrize(
@@ -22,25 +22,25 @@ from ..test_proof_state import lift, new_state
 )
 def test_the_guard_has_the_lowest_limit_that_the_last_crowd_left(monkeypatch, limits, guards):
     remaining, crowds, evened = iter([*limits, None]), [], []
-    monkeypatch.setattr(unreached_limits, "_find_lowest_unreached", lambda state: next(remaining))
+    monkeypatch.setattr(unreached_limits, "_find_lowest_unreached", lambda proof: next(remaining))
     monkeypatch.setattr(
-        unreached_limits, "_add_crowd_beyond", lambda state, limit, attempt: crowds.append(limit) or True
+        unreached_limits, "_add_crowd_beyond", lambda proof, limit, attempt: crowds.append(limit) or True
     )
     monkeypatch.setattr(unreached_limits, "_overflow_every_expert", evened.append)
-    state = new_state()
-    state.evidence.add(lift(state))
-    unreached_limits.overflow_limits(state)
-    assert [str(guard) for guard in state.guards] == guards
-    assert crowds == limits[:4] and evened == [state] * (not guards)
+    proof = new_proof()
+    proof.evidence.add(lift(proof))
+    unreached_limits.overflow_limits(proof)
+    assert [str(guard) for guard in proof.guards] == guards
+    assert crowds == limits[:4] and evened == [proof] * (not guards)
 
 
 def test_a_crowd_that_cannot_be_captured_leaves_a_guard(monkeypatch):
-    monkeypatch.setattr(unreached_limits, "_find_lowest_unreached", lambda state: 64)
+    monkeypatch.setattr(unreached_limits, "_find_lowest_unreached", lambda proof: 64)
     monkeypatch.setattr(unreached_limits, "MAX_CROWD_TOKENS", 10)
-    state = new_state()
-    state.evidence.add(lift(state))
-    unreached_limits.overflow_limits(state)
-    assert [str(guard) for guard in state.guards] == ["S*2 <= 64"] and len(state.evidence.forms) == 1
+    proof = new_proof()
+    proof.evidence.add(lift(proof))
+    unreached_limits.overflow_limits(proof)
+    assert [str(guard) for guard in proof.guards] == ["S*2 <= 64"] and len(proof.evidence.forms) == 1
 
 
 def keep_uncrowded(block, x):
