@@ -127,22 +127,35 @@ def _lift_routing(proof: ProofState, kind: RoutingKind, seed: int, sizes: dict[s
     Try other seeds if all second slots are dropped, such as by a small capacity, or all slots, such as by the values
     of a buffer: the capture does not show their weights then.
     """
-    result: CanonicalForm | NothingRouted | None = None
     keep_values = kind == "skewed"
+    attempts: list[tuple[RoutingKind, int]] = [(kind, seed), (kind, seed + 3), (kind, seed + 6)]
     # a program may skip experts that all tokens or none choose: a crowd leaves some other experts
-    attempts: list[tuple[RoutingKind, int]] = [(kind, 0), (kind, 3), (kind, 6)]
-    for tried_kind, seed_offset in [*attempts, ("overloaded", 0)] if keep_values else attempts:
-        try:
-            result = proof.capture_and_lift(Routing(tried_kind, seed + seed_offset, keep_values=keep_values), sizes)
-        except NothingRouted as refusal:
-            result = result or refusal
+    attempts += [("overloaded", seed)] if keep_values else []
+    forms: list[CanonicalForm] = []
+    refusals: list[NothingRouted] = []
+    for tried_kind, tried_seed in attempts:
+        result = _lift_if_routed(proof, Routing(tried_kind, tried_seed, keep_values=keep_values), sizes)
+        if isinstance(result, NothingRouted):
+            refusals.append(result)
             continue
+        forms.append(result)
         if kind != "contested" or bool(result.kept_slots.any(0).all()):
             break
-    if isinstance(result, CanonicalForm):
-        return result
-    assert result is not None
-    raise result
+    if not forms:
+        raise refusals[0]
+    return forms[-1]
+
+
+def _lift_if_routed(proof: ProofState, routing: Routing, sizes: dict[str, int]) -> CanonicalForm | NothingRouted:
+    """Return the form of a capture, or the refusal if no expert contributes to its output.
+
+    Raises:
+        Refused: the capture has no canonical form for another reason.
+    """
+    try:
+        return proof.capture_and_lift(routing, sizes)
+    except NothingRouted as refusal:
+        return refusal
 
 
 # --------------------------------------------------------------- steps between the probes
@@ -204,22 +217,42 @@ def read_values_from_same_nodes(proof: ProofState) -> None:
     If captures have the value at different nodes, such as the branches of a `where`, read it after both.
     """
     lines = [find_value_lines(form) for form in proof.evidence.forms]
+    # the first capture of each kind, by the lines that supply its values
     firsts = sorted({own_lines: i for i, own_lines in reversed([*enumerate(lines)])}.values())
-    sources = [(i, False) for i in firsts]
-    for at, align_to_last in [*sources, (0, True)] if len(firsts) > 1 else sources:
-        source = proof.evidence.forms[at]
-        if not align_to_last and all(have_same_lines(own_lines, lines[at]) for own_lines in lines):
+    for source in firsts:
+        if all(have_same_lines(own_lines, lines[source]) for own_lines in lines):
             continue
-        relifted: dict[int, CanonicalForm] = {}
-        with contextlib.suppress(Refused):
-            for i in sorted(range(len(lines)), key=lambda i: i not in firsts):  # likeliest failures first
-                relifted[i] = proof.relift(proof.evidence.forms[i], source, proof.evidence.reference, align_to_last)
-                expected = find_value_lines(relifted[firsts[0]]) if align_to_last else lines[at]
-                if not have_same_lines(find_value_lines(relifted[i]), expected):
-                    break
-            else:
-                proof.evidence.replace_forms([relifted[i] for i in range(len(lines))])
-                return
+        if relifted := _relift_all(proof, source, firsts):
+            proof.evidence.replace_forms(relifted)
+            return
+    if len(firsts) > 1 and (relifted := _relift_all(proof, 0, firsts, align_to_last=True)):
+        proof.evidence.replace_forms(relifted)
+
+
+def _relift_all(
+    proof: ProofState, source: int, firsts: list[int], align_to_last: bool = False
+) -> list[CanonicalForm] | None:
+    """Lift all captures again from the nodes of one of them, or from the last nodes that fit.
+
+    Args:
+        source: the index of that capture.
+        firsts: captures that are lifted first, because they fail most often.
+
+    Returns:
+        The forms in the order of the captures, or None if they do not read their values from the same lines.
+    """
+    forms, relifted = proof.evidence.forms, dict[int, CanonicalForm]()
+    expected = None if align_to_last else find_value_lines(forms[source])
+    for i in sorted(range(len(forms)), key=lambda i: i not in firsts):
+        try:
+            relifted[i] = proof.relift(forms[i], forms[source], proof.evidence.reference, align_to_last)
+        except Refused:
+            return None
+        lines = find_value_lines(relifted[i])
+        expected = lines if expected is None else expected
+        if not have_same_lines(lines, expected):
+            return None
+    return [relifted[i] for i in range(len(forms))]
 
 
 # ---------------------------------------------------------------------- the match

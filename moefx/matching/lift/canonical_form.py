@@ -21,6 +21,7 @@ from ...capture.capture_result import Capture
 from ...capture.code_locations import Source
 from ...capture.sizes.size_guards import SizeGuard
 from ..terms.parameter_slices import ParameterSlice
+from .lift_options import LiftOptions
 
 SlotPosition = tuple[int, int, int]  # token, slot, expert
 
@@ -110,6 +111,8 @@ class CanonicalForm:
         unrouted_value: the output of tokens without a kept slot, if it is not zero.
         kept_slots: False if the slot contributes nothing.
         replaced_nodes: nodes that the form replaces, up to the cut.
+        expert_parameters: FQNs of the experts' parameters.
+        options: the interpretation of the program under which the capture was lifted.
         expert_numbers: expert number by FQN, for experts that no single list numbers.
         repeated_tokens: tokens that selected an expert more than once.
         optional_guard: set if the proof may drop this form and guard on the sizes instead.
@@ -127,6 +130,8 @@ class CanonicalForm:
     unrouted_value: NodeRef | None
     kept_slots: torch.Tensor  # bool [T, K]
     replaced_nodes: set[fx.Node]
+    expert_parameters: frozenset[str] = frozenset()
+    options: LiftOptions = dataclasses.field(default_factory=LiftOptions)
     expert_numbers: dict[str, int] = dataclasses.field(default_factory=dict)
     repeated_tokens: set[int] = dataclasses.field(default_factory=set)
     optional_guard: SizeGuard | None = None

@@ -114,6 +114,8 @@ class CutLifter:
             unrouted_value=unrouted,
             kept_slots=kept,
             replaced_nodes={n for n in self.expert_nodes if n.meta["index"] <= self.cut.meta["index"]},
+            expert_parameters=frozenset(self.owners.experts),
+            options=self.options,
             expert_numbers=self.owners.numbers,
             repeated_tokens={*repeated},
         )

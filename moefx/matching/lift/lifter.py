@@ -19,7 +19,7 @@ import contextlib
 import enum
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -72,9 +72,6 @@ class Lifter:
     Args:
         block: the captured module.
         hint: the form of another capture of the block; its nodes are tried first.
-
-    Attributes:
-        experts: FQNs of the experts' parameters, after `lift`.
     """
 
     def __init__(self, block: nn.Module, capture: Capture, hint: CanonicalForm | None, options: LiftOptions):
@@ -84,7 +81,7 @@ class Lifter:
         self.experts: set[str] = set()
         self.attempts: list[CutAttempt] = []  # the nodes that were tried as the routed sum
 
-    def lift(self, experts: set[str] | None = None) -> CanonicalForm:
+    def lift(self, experts: Collection[str] | None = None) -> CanonicalForm:
         """Return the canonical form.
 
         Args:
@@ -99,7 +96,7 @@ class Lifter:
             refusal.trace = ProofTrace(cuts=tuple(self.attempts))
             raise
 
-    def _lift_sets(self, experts: set[str] | None) -> CanonicalForm:
+    def _lift_sets(self, experts: Collection[str] | None) -> CanonicalForm:
         try:
             if experts is not None:
                 return self._lift_experts(experts)
@@ -134,7 +131,7 @@ class Lifter:
                 remedy="read the table outside of the block, or give it rows for more tokens",
             ) from error
 
-    def _lift_experts(self, experts: set[str]) -> CanonicalForm:
+    def _lift_experts(self, experts: Collection[str]) -> CanonicalForm:
         """Lift at the first cut that works, for these expert parameters."""
         self.experts = set(experts)
         expert_nodes, common = find_cuts(self.uses, self.experts)

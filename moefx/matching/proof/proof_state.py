@@ -64,9 +64,7 @@ class ProofState:
         self.size_choice = SizeChoice(self, first_tokens=max(_MIN_TOKENS, max_experts // 4))
         self._arguments = arguments
         self._guards: list[SizeGuard] = []
-        self._expert_parameters: set[str] | None = None
         self._num_experts = 0
-        self._weights_per_slot = False
         self._probe_runs: list[ProbeRun] = []
 
     # ------------------------------------------------------------------ read
@@ -87,8 +85,9 @@ class ProofState:
 
     @property
     def expert_parameters(self) -> frozenset[str]:
-        """FQNs of the experts' parameters, as far as captures have shown them."""
-        return frozenset(self._expert_parameters or ())
+        """FQNs of the experts' parameters; none without evidence."""
+        forms = self.evidence.forms
+        return forms[0].expert_parameters if forms else frozenset()
 
     @property
     def probe_runs(self) -> tuple[ProbeRun, ...]:
@@ -157,7 +156,7 @@ class ProofState:
     def lift_with_hint(
         self, captured: Capture, hint: CanonicalForm | None, align_to_last: bool = False
     ) -> CanonicalForm:
-        """Lift a capture.
+        """Lift a capture with the options and expert parameters of the evidence, if there is any.
 
         Args:
             hint: the form of another capture, whose nodes are tried first.
@@ -166,37 +165,49 @@ class ProofState:
         Raises:
             Refused: the capture has no canonical form.
         """
-        options = dataclasses.replace(
-            self.options, weights_per_slot=self._weights_per_slot, align_to_last=align_to_last
-        )
-        lifter = Lifter(self.block, captured, hint, options)
-        form = lifter.lift(self._expert_parameters)
-        self._expert_parameters = self._expert_parameters or lifter.experts
+        forms = self.evidence.forms
+        options = dataclasses.replace(forms[0].options if forms else self.options, align_to_last=align_to_last)
+        return self._lift(captured, hint, options, self.expert_parameters)
+
+    def _lift(
+        self, captured: Capture, hint: CanonicalForm | None, options: LiftOptions, experts: frozenset[str]
+    ) -> CanonicalForm:
+        """Lift a capture. `experts` are the FQNs of the experts' parameters, empty if the lifter must find them."""
+        form = Lifter(self.block, captured, hint, options).lift(experts or None)
         return dataclasses.replace(form, groups=sorted(form.groups, key=lambda g: g.ids[0]))
 
     def lift_first(self, captured: Capture) -> CanonicalForm:
-        """Lift the first capture.
+        """Lift the first capture. The options and expert parameters of its form hold for all later lifts.
 
         If a token may choose an expert twice, prefer weights from nodes with one value per slot: a gate per expert has
         one value for two slots of one expert.
+
+        Raises:
+            Refused: the capture has no canonical form.
         """
-        form, refusal = None, None
+        first = self._try_lift(captured, self.options)
+        parameters = frozenset[str]()
+        if isinstance(first, CanonicalForm):
+            parameters, experts = first.expert_parameters, {e for g in first.groups for e in g.ids}
+            if has_distinct_slots(first, experts, follows_masks=False):
+                return first
+        elif not isinstance(first, RepeatedChoiceRefused):
+            raise first
+        per_slot = self._try_lift(captured, dataclasses.replace(self.options, weights_per_slot=True), parameters)
+        if isinstance(per_slot, CanonicalForm):
+            return per_slot
+        if isinstance(first, Refused):
+            raise first
+        return first
+
+    def _try_lift(
+        self, captured: Capture, options: LiftOptions, experts: frozenset[str] = frozenset()
+    ) -> CanonicalForm | Refused:
+        """Lift a capture without a hint. Return its form or the refusal."""
         try:
-            form = self.lift_with_hint(captured, None)
-        except RepeatedChoiceRefused as why:
-            refusal = why
-        experts = {e for g in form.groups for e in g.ids} if form is not None else set[int]()
-        if form is not None and has_distinct_slots(form, experts, follows_masks=False):
-            return form
-        self._weights_per_slot = True
-        try:
-            return self.lift_with_hint(captured, None)
-        except Refused:
-            self._weights_per_slot = False
-        if form is None:
-            assert refusal is not None
-            raise refusal
-        return form
+            return self._lift(captured, None, options, experts)
+        except Refused as refusal:
+            return refusal
 
     def relift(
         self, old: CanonicalForm, hint: CanonicalForm, reference: CanonicalForm, align_to_last: bool = False
