@@ -130,7 +130,8 @@ def _lift_routing(proof: ProofState, kind: RoutingKind, seed: int, sizes: dict[s
     keep_values = kind == "skewed"
     attempts: list[tuple[RoutingKind, int]] = [(kind, seed), (kind, seed + 3), (kind, seed + 6)]
     # a program may skip experts that all tokens or none choose: a crowd leaves some other experts
-    attempts += [("overloaded", seed)] if keep_values else []
+    if keep_values:
+        attempts.append(("overloaded", seed))
     forms: list[CanonicalForm] = []
     refusals: list[NothingRouted] = []
     for tried_kind, tried_seed in attempts:

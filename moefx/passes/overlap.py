@@ -81,30 +81,30 @@ def _schedule(nodes: list[fx.Node]) -> list[fx.Node]:
     needed = _find_dependencies(nodes)
     order: dict[fx.Node, int] = {}  # node -> position
     inputs = [node for node in nodes if node.op == "placeholder"]
-    for left in (inputs, _find_ancestors_of_starts(nodes, needed), nodes):
-        while left := [node for node in left if node not in order]:
-            number = -1
-            while number < len(order):  # repeat: nodes may come before their dependencies
-                number = len(order)
-                for node in left:
+    for group in (inputs, _find_ancestors_of_starts(nodes, needed), nodes):
+        while pending := [node for node in group if node not in order]:
+            num_before = -1
+            while num_before < len(order):  # repeat: nodes may come before their dependencies
+                num_before = len(order)
+                for node in pending:
                     if node not in order and node.target not in _WAITS and order.keys() >= needed[node]:
                         order[node] = len(order)
-            waits = [node for node in left if node not in order and order.keys() >= needed[node]]
+            waits = [node for node in pending if node not in order and order.keys() >= needed[node]]
             if waits:
-                first = min(waits, key=lambda wait: max(order[n] for n in needed[wait]))  # started first
-                order[first] = len(order)
+                earliest = min(waits, key=lambda wait: max(order[n] for n in needed[wait]))  # by their starts
+                order[earliest] = len(order)
     return list(order)
 
 
 def _find_ancestors_of_starts(nodes: list[fx.Node], needed: dict[fx.Node, set[fx.Node]]) -> list[fx.Node]:
     """Return the starts and all nodes that they depend on."""
     ancestors: set[fx.Node] = set()
-    left = [node for node in nodes if node.target in _STARTS]
-    while left:
-        node = left.pop()
+    pending = [node for node in nodes if node.target in _STARTS]
+    while pending:
+        node = pending.pop()
         if node not in ancestors:
             ancestors.add(node)
-            left += needed[node]
+            pending += needed[node]
     return [node for node in nodes if node in ancestors]
 
 
@@ -113,18 +113,21 @@ def _find_dependencies(nodes: list[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
     effects, and the last node with effects that depends on a wait. A `weights_later` also depends on the last start
     before it."""
     dependencies: dict[fx.Node, set[fx.Node]] = {}
-    waiting: set[fx.Node] = set()
-    effect = barrier = start = None
+    after_waits: set[fx.Node] = set()  # waits, and nodes that depend on one
+    last_start = last_effect = last_effect_after_wait = None
     for node in nodes:
-        dependencies[node] = {n for n in (*node.all_input_nodes, barrier) if n is not None}
-        start = node if node.target in _STARTS else start
-        if node.target is ops.weights_later.default and start is not None:
-            dependencies[node].add(start)
-        has = has_effect(node) and node.op != "placeholder"
-        if has and effect is not None:
-            dependencies[node].add(effect)
-        if node.target in _WAITS or not waiting.isdisjoint(dependencies[node]):
-            waiting.add(node)
-            barrier = node if has else barrier
-        effect = node if has else effect
+        dependencies[node] = {n for n in (*node.all_input_nodes, last_effect_after_wait) if n is not None}
+        if node.target in _STARTS:
+            last_start = node
+        if node.target is ops.weights_later.default and last_start is not None:
+            dependencies[node].add(last_start)
+        is_effect = has_effect(node) and node.op != "placeholder"
+        if is_effect and last_effect is not None:
+            dependencies[node].add(last_effect)
+        is_after_wait = node.target in _WAITS or not after_waits.isdisjoint(dependencies[node])
+        if is_after_wait:
+            after_waits.add(node)
+        if is_effect:
+            last_effect = node
+            last_effect_after_wait = node if is_after_wait else last_effect_after_wait
     return dependencies

@@ -83,36 +83,36 @@ class ParameterUses:
     def rows(self, node: fx.Node, lead: int | None = None) -> list[Term]:
         """Return the resolved rows of a node. Axes from `lead` on belong to the row; by default the last one does."""
         term = self.semantics.term(node)
-        shape = term.shape[: len(term.shape) - 1 if lead is None else lead]
-        if math.prod(shape) > MAX_ROWS:
+        lead_sizes = term.shape[: len(term.shape) - 1 if lead is None else lead]
+        if math.prod(lead_sizes) > MAX_ROWS:
             raise Refused(
-                f"a tensor with {math.prod(shape)} rows exceeds the limit of {MAX_ROWS}",
+                f"a tensor with {math.prod(lead_sizes)} rows exceeds the limit of {MAX_ROWS}",
                 source=str(node.meta["source"]),
             )
         return [
-            self.terms.resolve(self.terms.pick_axes(term, dict(enumerate(ix))))
-            for ix in itertools.product(*map(range, shape))
+            self.terms.resolve(self.terms.pick_axes(term, dict(enumerate(indices))))
+            for indices in itertools.product(*map(range, lead_sizes))
         ]
 
-    def leaves(self, t: Term) -> frozenset[Term]:
+    def leaves(self, term: Term) -> frozenset[Term]:
         """Return the parameter slices that a term uses as vectors.
 
         A scalar is a routing weight: parameters that the term uses only through it do not count.
         """
-        slices = self._leaves.get(t)
+        slices = self._leaves.get(term)
         if slices is None:
-            if is_parameter_slice(t):
-                slices = frozenset([t])
-            else:
-                is_single = math.prod(t.shape) == 1
-                parts = [
-                    self.leaves(a) for a in t.terms if is_single or math.prod(a.shape) > 1 or is_parameter_slice(a)
-                ]
-                slices = frozenset().union(*parts)
-                if is_single:
-                    slices = frozenset(p for p in slices if strip_moves(p).args[0] not in self.choice_parameters)
-            self._leaves[t] = slices
+            slices = self._leaves[term] = self._find_leaves(term)
         return slices
+
+    def _find_leaves(self, term: Term) -> frozenset[Term]:
+        if is_parameter_slice(term):
+            return frozenset([term])
+        is_scalar = math.prod(term.shape) == 1
+        operands = [t for t in term.terms if is_scalar or math.prod(t.shape) > 1 or is_parameter_slice(t)]
+        slices = frozenset[Term]().union(*map(self.leaves, operands))
+        if not is_scalar:
+            return slices
+        return frozenset(part for part in slices if strip_moves(part).args[0] not in self.choice_parameters)
 
     @functools.cached_property
     def choice_parameters(self) -> set[str]:
@@ -122,7 +122,7 @@ class ParameterUses:
 
     def parameters_by_row(self, node: fx.Node) -> list[frozenset[Term]]:
         """Return the parameter slices that each row of a node uses."""
-        return [self.leaves(r) for r in self.rows(node)]
+        return [self.leaves(row) for row in self.rows(node)]
 
     def expand_sums(self, node: fx.Node, experts: Collection[str] | None = None) -> None:
         """Write out each sum over experts in the rows of a node, here and in all terms from now on.
@@ -134,13 +134,13 @@ class ParameterUses:
             experts: FQNs of the experts' parameters, if they are known. Other products stay whole: channels of an
                 image use parts of a norm's weight, pixels the whole weight.
         """
-        axes_by_row = [{t: _find_split_axes(t) for t in used} for used in self.parameters_by_row(node)]
-        for axes in axes_by_row:
-            for t, split in axes.items():
-                fqn = strip_moves(t).args[0]
-                self.split_axes[fqn] = self.split_axes.get(fqn, frozenset()) | split
-        whole = [t for t in _find_stacked(axes_by_row) if experts is None or t.args[0] in experts]
-        if stacked := {t: axes for t in whole if (axes := self.split_axes[t.args[0]])}:
+        axes_by_row = [{part: _find_split_axes(part) for part in parts} for parts in self.parameters_by_row(node)]
+        for axes_by_part in axes_by_row:
+            for part, axes in axes_by_part.items():
+                fqn = strip_moves(part).args[0]
+                self.split_axes[fqn] = self.split_axes.get(fqn, frozenset()) | axes
+        whole = [param for param in _find_stacked(axes_by_row) if experts is None or param.args[0] in experts]
+        if stacked := {param: axes for param in whole if (axes := self.split_axes[param.args[0]])}:
             self.terms.mark_routed(stacked)
             self._leaves.clear()
 
@@ -157,17 +157,18 @@ def find_padding_lines(block: nn.Module, capture: Capture, width: int) -> frozen
     Args:
         width: last dim of the hidden states.
     """
-    uses, behind, padding_lines = ParameterUses(block, capture), set[fx.Node](), set[Line]()
+    uses, padding_lines = ParameterUses(block, capture), set[Line]()
+    padded: set[fx.Node] = set()  # nodes with constant rows, and those that depend on them
     for n in capture.nodes:
         val = n.meta.get("val")
         if not isinstance(val, FakeTensor) or val.dim() < 2 or not val.is_floating_point() or follows_from_integers(n):
             continue
-        if not behind.isdisjoint(n.all_input_nodes):
-            behind.add(n)
+        if not padded.isdisjoint(n.all_input_nodes):
+            padded.add(n)
         elif val.shape[-1] == width and 0 < math.prod(val.shape[:-1]) <= MAX_ROWS:
             with contextlib.suppress(Refused, TooLarge):
                 if {is_const(row) for row in uses.rows(n)} == {True, False}:
-                    behind.add(n)
+                    padded.add(n)
                     padding_lines.add(line(n))
     return frozenset(padding_lines)
 
@@ -196,23 +197,24 @@ def _find_stacked(axes_by_row: list[dict[Term, frozenset[int]]]) -> set[Term]:
     """
     whole: set[Term] = set()
     both: set[Term] = set()  # used in both ways by one row: an expert's part, and a statistic of all experts
-    for axes in axes_by_row:
-        parts, all_of = ({strip_moves(t) for t, at in axes.items() if bool(at) is has} for has in (True, False))
-        both |= parts & all_of
-        whole |= all_of
+    for axes_by_part in axes_by_row:
+        split_in_row = {strip_moves(part) for part, axes in axes_by_part.items() if axes}
+        whole_in_row = {strip_moves(part) for part, axes in axes_by_part.items() if not axes}
+        both |= split_in_row & whole_in_row
+        whole |= whole_in_row
     return whole - both
 
 
-def _find_split_axes(t: Term) -> frozenset[int]:
+def _find_split_axes(part: Term) -> frozenset[int]:
     """Return the axes of its parameter at which a slice has one index.
 
-    Of a parameter that the program reshapes first, they are the axes with these numbers, if it has as many.
+    If the program reshapes the parameter first, return those of the reshaped one that the parameter has, too.
     """
-    split_axes = frozenset()
-    while t.op != "param":
-        split_axes = frozenset(axis for axis, _ in t.args[1]) if t.op == "at" else split_axes
-        t = t.terms[0]
-    return frozenset(axis for axis in split_axes if axis < len(t.shape))
+    axes, term = frozenset[int](), part
+    while term.op != "param":
+        axes = frozenset(axis for axis, _ in term.args[1]) if term.op == "at" else axes
+        term = term.terms[0]
+    return frozenset(axis for axis in axes if axis < len(term.shape))
 
 
 def has_integer_choices(uses: ParameterUses) -> bool:
@@ -258,14 +260,16 @@ def find_cuts(uses: ParameterUses, experts: set[str]) -> tuple[set[fx.Node], lis
     for n in uses.capture.nodes:
         if (n.op == "get_attr" and n.meta["fqn"] in experts) or any(a in expert_nodes for a in n.all_input_nodes):
             expert_nodes.add(n)
-    order = [n for n in uses.capture.nodes if n in expert_nodes and n in live]
-    cuts, last, final = [], -1, set(uses.outputs)
-    for n in order:
-        here = n.meta["index"]
-        if last <= here and n.op != "get_attr":
+    outputs, end = set(uses.outputs), len(uses.capture.nodes)
+    cuts: list[fx.Node] = []
+    last_use = -1  # the largest index of a node that uses an earlier expert node
+    for n in uses.capture.nodes:
+        if n not in expert_nodes or n not in live:
+            continue
+        if last_use <= n.meta["index"] and n.op != "get_attr":
             cuts.append(n)
-        ends = [u.meta["index"] for u in n.users if u in live and u in expert_nodes]
-        last = max([last, *ends] + ([len(uses.capture.nodes)] if n in final else []))
+        users = [user.meta["index"] for user in n.users if user in live and user in expert_nodes]
+        last_use = max([last_use, *users, *([end] if n in outputs else [])])
     return expert_nodes, cuts
 
 
@@ -274,11 +278,11 @@ def find_call_internals(capture: Capture, expert_nodes: set[fx.Node]) -> set[fx.
 
     A rewrite that used one would split the call, and the submodule's hooks would not run.
     """
-    order = sorted(n.meta["index"] for n in expert_nodes if n.op != "get_attr")
+    expert_indices = sorted(n.meta["index"] for n in expert_nodes if n.op != "get_attr")
     inside: set[fx.Node] = set()
     for call in capture.calls:
-        at = bisect.bisect_left(order, call.start)
-        if at < len(order) and order[at] < call.stop:
+        first = bisect.bisect_left(expert_indices, call.start)
+        if first < len(expert_indices) and expert_indices[first] < call.stop:
             continue
         results = {n for n in pytree.tree_leaves(call.out) if isinstance(n, fx.Node)}
         inside |= {n for n in capture.nodes[call.start : call.stop] if n not in results}
@@ -294,24 +298,27 @@ def find_cut_inputs(
     one token they look like a scalar. Partial sums: nodes on the line of a cut that writes rows. A line counts as a
     loop if such rows have several runs or varying numbers per token, in this capture or between it and the hint.
     """
-    seen = collect_ancestors(cut)
-    rows = [_count_rows_by_line(seen, cut)]
+    ancestors = collect_ancestors(cut)
+    counts = [_count_rows_by_line(ancestors, cut)]  # of this capture, and of the hint's
     if hint is not None:
-        nodes, sum_ = hint.capture.nodes, hint.cut
-        rows.append(hint.capture.compute_once(("rows of lines", sum_), lambda: _count_rows_by_line(nodes, sum_)))
-    loops = {at for at in set().union(*rows) if len(set().union(*[of.get(at, ()) for of in rows])) > 1}
-    writes = {line(cut)} if not is_pointwise(cut.target) else set()
+        hint_nodes, hint_cut = hint.capture.nodes, hint.cut
+        counts.append(
+            hint.capture.compute_once(("rows by line", hint_cut), lambda: _count_rows_by_line(hint_nodes, hint_cut))
+        )
+    keys = set().union(*counts)
+    loops = {key for key in keys if len(set().union(*[by_line.get(key, ()) for by_line in counts])) > 1}
+    lines_of_writes = {line(cut)} if not is_pointwise(cut.target) else set()
     return [
         n
         for n in uses.capture.nodes
-        if n in seen
+        if n in ancestors
         and n not in expert_nodes
         and isinstance(n.meta.get("val"), FakeTensor)
         and n.op != "get_attr"
         and not n.meta.get("from_integers")
         and not (_has_rows_of_routing(n) and (line(n), True) in loops)
         and not (_has_gathered_rows(n) and (line(n), False) in loops)
-        and line(n) not in writes
+        and line(n) not in lines_of_writes
     ]
 
 
@@ -325,9 +332,8 @@ def _count_rows_by_line(nodes: Iterable[fx.Node], cut: fx.Node) -> dict[tuple[Li
     counts: dict[tuple[Line, bool], set[Any]] = defaultdict(set)
     for n in nodes:
         if _has_rows_of_routing(n):
-            at = line(n)
-            counts[at, True].add((_rows_per_token(n, tokens), runs[at]))
-            runs[at] += 1
+            runs[line(n)] += 1
+            counts[line(n), True].add((_rows_per_token(n, tokens), runs[line(n)]))
         elif _has_gathered_rows(n):
             counts[line(n), False].add(_rows_per_token(n, tokens))
     return counts
