@@ -24,7 +24,7 @@ from torch.utils._device import DeviceContext
 
 from .guards import recomputed_choice
 from .ops.op_definition import NAMESPACE, Op, is_profiled, iterate_items, joined, raise_double_backward, skip_in_dynamo
-from .ops.partial_backward import DelayedGradients, FirstRun, find_needs, keeps_graph
+from .ops.partial_backward import BackwardRuns, DelayedGradients
 
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 _DEVICES = ("cpu", "cuda")
@@ -185,8 +185,7 @@ class _JoinedNode(torch.autograd.Function):
         ctx.save_for_backward(link, *ops.saved)
         ctx.mark_non_differentiable(*(t for t, n in zip(outputs, wiring.outputs, strict=True) if not ops.needs[n]))
         ctx.joined_ops, ctx.calls, ctx.dtypes = joined_ops, ops.calls, ops.dtypes
-        ctx.are_tensors = [False, *(isinstance(t, Tensor) for t in inputs)]
-        ctx.first_run = None
+        ctx.runs = BackwardRuns([False, *(isinstance(t, Tensor) for t in inputs)])
         ctx.makers = [ops.makers[n] for n in wiring.outputs]
         return *outputs, link
 
@@ -196,21 +195,20 @@ class _JoinedNode(torch.autograd.Function):
         if all(g is None for g in grads):
             return (None,) * len(ctx.needs_input_grad)
         link, *saved = ctx.saved_tensors
-        is_covered = _choose_needs(ctx, wiring, grads)
+        needs = ctx.runs.find_needs(ctx)
+        _set_needs(ctx, wiring, needs)
+        only_finishes = ctx.runs.has_left_all(needs[1:], grads)
         by_value: list[Any] = [None] * wiring.num_values
         for number, grad in zip(wiring.outputs, grads[:-1], strict=True):
             by_value[number] = grad
         with joined(), torch.no_grad():
             for call in reversed(ctx.calls):
-                if is_covered:
+                if only_finishes:
                     _finish_backward(ctx, call, wiring, by_value)
                 else:
                     call.delayed = None
                     _run_backward(ctx, call, wiring, saved, by_value)
-        if not keeps_graph():  # nothing runs this node again
-            for call in ctx.calls:
-                call.delayed = None
-        ctx.first_run = FirstRun.of(grads) if any(call.delayed is not None for call in ctx.calls) else None
+        ctx.runs.end(grads, ctx.calls, lambda call: wiring.arguments[call.index])
         gradients = by_value[: wiring.num_inputs]
         if torch.is_grad_enabled():
             incoming = [g for g in grads if g is not None]
@@ -236,19 +234,13 @@ class _DifferentiableOnce(torch.autograd.Function):
         raise_double_backward(ctx.name)
 
 
-def _choose_needs(ctx: Any, wiring: Wiring, grads: tuple[Any, ...]) -> bool:
-    """Set which arguments of each call need a gradient in the running backward.
-
-    Returns:
-        Whether earlier runs have left all these gradients to this one.
-    """
-    needs = find_needs(ctx, ctx.are_tensors)
+def _set_needs(ctx: Any, wiring: Wiring, needs: Sequence[bool]) -> None:
+    """Set which arguments of each call need a gradient in the running backward, by the needs of the node's inputs."""
     if needs is ctx.needs_input_grad:
         for call in ctx.calls:
             call.needs, call.needs_later = call.needs_ever, (False,) * len(call.needs_ever)
-        return False
+        return
     are_needed = [*needs[1:], *[False] * (wiring.num_values - wiring.num_inputs)]
-    delayed: set[int] = set()
     for call in ctx.calls:
         numbers = wiring.arguments[call.index]
         now = [any([are_needed[n] for n in several]) for several in numbers]
@@ -256,10 +248,6 @@ def _choose_needs(ctx: Any, wiring: Wiring, grads: tuple[Any, ...]) -> bool:
         call.needs_later = tuple([ever and not need for ever, need in zip(call.needs_ever, now, strict=True)])
         for number in wiring.results[call.index] if any(call.needs) else ():
             are_needed[number] = ctx.dtypes[number] is not None
-        if call.delayed is not None:
-            delayed.update(number for i in call.delayed.arguments for number in numbers[i])
-    inputs = {number for number, is_needed in enumerate(needs[1:]) if is_needed}
-    return ctx.first_run is not None and inputs <= delayed and ctx.first_run.is_repeated(grads)
 
 
 def _finish_backward(ctx: Any, call: _OpCall, wiring: Wiring, by_value: list[Any]) -> None:
@@ -303,7 +291,7 @@ def _add_gradients(ctx: Any, call: _OpCall, wiring: Wiring, by_value: list[Any],
 
 def _find_maker(ctx: Any, number: int) -> Any:
     """Return the node that made an input: an op's call inside of another joined node, or a node of autograd."""
-    node, output = ctx.next_functions[sum(ctx.are_tensors[: 1 + number])]
+    node, output = ctx.next_functions[sum(ctx.runs.are_tensors[: 1 + number])]
     makers = getattr(node, "makers", None)
     return node if makers is None else makers[output]
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from ...errors import DoubleBackward, InvalidInput
 from ..guards import recomputed_choice
 from ..op_providers import Provider, choose_provider, registry
-from .partial_backward import FirstRun, find_needs, keeps_graph
+from .partial_backward import BackwardRuns, keeps_graph
 
 NAMESPACE = "moefx"
 # FRAGMENT: other files define ops in the same namespace.
@@ -159,7 +159,6 @@ class Op:
                     _check_equal(known, size, f"moefx::{self.name}", name, shape, dims, letter)
 
     # -- registration around the implementation
-    # ----------------------------------------------------------------
 
     def fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Register the function that returns the shapes and dtypes of the results, for fake and meta tensors."""
@@ -305,8 +304,7 @@ def iterate_items(args: Sequence[Any]) -> Iterator[Any]:
 
 def _flatten(args: Sequence[Any]) -> tuple[tuple[int | None, ...], list[Any]]:
     """Flatten lists of tensors, because autograd.Function does not look into them."""
-    lengths = tuple([len(arg) if isinstance(arg, (list, tuple)) else None for arg in args])
-    return lengths, list(iterate_items(args))
+    return tuple([len(arg) if isinstance(arg, (list, tuple)) else None for arg in args]), list(iterate_items(args))
 
 
 def _unflatten(lengths: Sequence[int | None], flat: Sequence[Any]) -> list[Any]:
@@ -315,6 +313,12 @@ def _unflatten(lengths: Sequence[int | None], flat: Sequence[Any]) -> list[Any]:
         result.append(flat[start] if length is None else list(flat[start : start + length]))
         start += 1 if length is None else length
     return result
+
+
+def _number_items(lengths: Sequence[int | None]) -> list[range]:
+    """Return the positions of each argument's items among the flattened ones."""
+    counts = [1 if length is None else length for length in lengths]
+    return [range(end - count, end) for count, end in zip(counts, itertools.accumulate(counts), strict=True)]
 
 
 def _join_needs(lengths: Sequence[int | None], needs: Sequence[bool]) -> list[bool]:
@@ -329,8 +333,8 @@ def _autograd_function(
         args = _unflatten(lengths, flat)
         outputs = op._below_autograd(keyset, args, kwargs)
         structure["type"] = type(outputs) if isinstance(outputs, (list, tuple)) else None
-        ctx.lengths, ctx.are_tensors = lengths, [False] * 4 + [isinstance(t, Tensor) for t in flat]
-        ctx.first_run = ctx.delayed = None
+        ctx.lengths, ctx.delayed = lengths, None
+        ctx.runs = BackwardRuns([False] * 4 + [isinstance(t, Tensor) for t in flat])
         ctx.set_materialize_grads(False)  # zeros for saved activations would take memory
         save(ctx, args, kwargs, outputs)
         ctx.choice = recomputed_choice.note_choice(op.name, [args[i] for i in op.choice_arguments], ctx.to_save or ())
@@ -339,19 +343,18 @@ def _autograd_function(
     def run_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         if all(g is None for g in grads):
             return (None,) * len(ctx.needs_input_grad)
-        needs = find_needs(ctx, ctx.are_tensors)
+        needs = ctx.runs.find_needs(ctx)
         ctx.needs = ever = _join_needs(ctx.lengths, ctx.needs_input_grad[4:])
         if needs is not ctx.needs_input_grad:
             ctx.needs = _join_needs(ctx.lengths, needs[4:])
         ctx.needs_later = [need and not now for need, now in zip(ever, ctx.needs, strict=True)]
-        if ctx.first_run is not None and ctx.first_run.is_repeated(grads) and ctx.delayed.cover(ctx.needs):
+        if ctx.runs.has_left_all(needs[4:], grads):
             unpack_saved(ctx)  # raises if one was changed in place
             gradients = ctx.delayed.compute(ctx.needs)
         else:
             ctx.delayed = None
             gradients = backward(ctx, grads)
-        ctx.delayed = ctx.delayed if keeps_graph() else None  # else nothing runs this node again
-        ctx.first_run = None if ctx.delayed is None else FirstRun.of(grads)
+        ctx.runs.end(grads, [ctx], lambda call: _number_items(call.lengths))
         flat: list[Any] = []
         for length, grad in zip(ctx.lengths, gradients, strict=True):
             if length is None:

@@ -6,12 +6,15 @@ its weights to the second run, which then repeats nothing::
 
     grad(out, x, retain_graph=True)  # ctx.needs is true for x alone; the op sets ctx.delayed
     grad(out, weights)               # ctx.delayed.compute(...)
+
+`BackwardRuns` decides for both kinds of nodes, those of single ops and those of joined ops, whether a run repeats an
+earlier one and only needs what that one has left.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -33,46 +36,87 @@ class DelayedGradients:
     arguments: range
     compute: Callable[[Sequence[bool]], Sequence[Any]]
 
-    def cover(self, needs: Sequence[bool]) -> bool:
-        """Return whether no other gradients are needed."""
-        return not any(need for i, need in enumerate(needs) if i not in self.arguments)
-
 
 @dataclasses.dataclass(frozen=True)
-class FirstRun:
-    """The gradients with which a node ran and left others to a later run."""
+class _PartialRun:
+    """A run that has left gradients to a later one.
+
+    Attributes:
+        grads: the incoming gradients, with their versions.
+        inputs: positions of the node's inputs whose gradients were left.
+    """
 
     grads: tuple[Any, ...]
     versions: tuple[int, ...]
+    inputs: frozenset[int]
 
-    @classmethod
-    def of(cls, grads: tuple[Any, ...]) -> FirstRun:
-        return cls(grads, _read_versions(grads))
 
-    def is_repeated(self, grads: tuple[Any, ...]) -> bool:
-        """Return whether a run has the same gradients."""
-        return all(a is b for a, b in zip(self.grads, grads, strict=True)) and _read_versions(grads) == self.versions
+class BackwardRuns:
+    """The runs of one node's backward, of which each may leave gradients to the next one.
+
+    A run calls `find_needs` first, then `has_left_all`, and `end` last.
+
+    Args:
+        are_tensors: whether each input of the node is a tensor.
+    """
+
+    def __init__(self, are_tensors: Sequence[bool]):
+        self.are_tensors = are_tensors
+        self._partial: _PartialRun | None = None
+
+    def find_needs(self, node: Any) -> Sequence[bool]:
+        """Return which inputs of the node need a gradient in the running backward.
+
+        A backward that keeps the graph may need some of them alone. Others are not examined: they pay nothing, and
+        the result is `node.needs_input_grad` itself.
+        """
+        needs = node.needs_input_grad
+        if torch.compiler.is_compiling() or not (self._partial is not None or keeps_graph()):
+            return needs
+        functions = iter(node.next_functions)
+        makers = [next(functions)[0] if is_tensor else None for is_tensor in self.are_tensors]
+        return [need and _will_run(maker) for need, maker in zip(needs, makers, strict=True)]
+
+    def has_left_all(self, needs: Sequence[bool], grads: tuple[Any, ...]) -> bool:
+        """Return whether the run before has left all needed gradients to this one, and had the same incoming ones.
+
+        Args:
+            needs: whether each input needs a gradient, numbered as for `end`.
+        """
+        before = self._partial
+        return (
+            before is not None
+            and not any(need and i not in before.inputs for i, need in enumerate(needs))
+            and all(a is b for a, b in zip(before.grads, grads, strict=True))
+            and before.versions == _read_versions(grads)
+        )
+
+    def end(
+        self, grads: tuple[Any, ...], calls: Sequence[Any], find_inputs: Callable[[Any], Sequence[Iterable[int]]]
+    ) -> None:
+        """Note what a run has left to the next one. If its graph is freed, there is none: drop the gradients.
+
+        Args:
+            calls: the `ctx` of each op of the node, whose `delayed` is set if it has left gradients.
+            find_inputs: returns the positions of the node's inputs in each argument of such an op.
+        """
+        delaying = [call for call in calls if call.delayed is not None]
+        if delaying and not keeps_graph():
+            for call in delaying:
+                call.delayed = None
+            delaying = []
+        if not delaying:
+            self._partial = None
+            return
+        inputs: set[int] = set()
+        for call in delaying:
+            positions = find_inputs(call)
+            inputs.update(*[positions[argument] for argument in call.delayed.arguments])
+        self._partial = _PartialRun(grads, _read_versions(grads), frozenset(inputs))
 
 
 def _read_versions(grads: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple([grad._version for grad in grads if isinstance(grad, Tensor)])
-
-
-def find_needs(ctx: Any, are_tensors: Sequence[bool]) -> Sequence[bool]:
-    """Return which inputs of a node need a gradient in the running backward.
-
-    A backward that keeps the graph may need some of them alone. Others are not examined: they pay nothing.
-
-    Args:
-        ctx: the node. `ctx.first_run` is set after a run that left gradients to a later one.
-        are_tensors: whether each input is a tensor.
-    """
-    needs = ctx.needs_input_grad
-    if torch.compiler.is_compiling() or not (ctx.first_run is not None or keeps_graph()):
-        return needs
-    functions = iter(ctx.next_functions)
-    makers = [next(functions)[0] if is_tensor else None for is_tensor in are_tensors]
-    return [need and _will_run(maker) for need, maker in zip(needs, makers, strict=True)]
 
 
 def _will_run(node: Any) -> bool:
