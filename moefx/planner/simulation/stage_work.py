@@ -98,38 +98,44 @@ def build_stages(model: Architecture, layout: Layout, platform: Platform, expert
             "n_logits": values["n_logits"] if is_last else 0,
             "n_emb": values["n_emb"] if i == 0 or is_last else 0, "n_p2p": 1,
         }  # fmt: skip
-        one, two = (formulas(**stage_values | {"skew": skew}) for skew in (1.0, 2.0))
-        stages.append(_build_stage(with_experts, stage_values, one, two, layout.pp > 1))
+        at_mean, at_double = (formulas(**stage_values | {"skew": skew}) for skew in (1.0, 2.0))
+        stages.append(_build_stage(with_experts, stage_values, at_mean, at_double, layout.pp > 1))
     return stages
 
 
 def _build_stage(
-    moe_layers: int, values: dict[str, float], one: dict[str, float], two: dict[str, float], sends: bool
+    moe_layers: int, values: dict[str, float], at_mean: dict[str, float], at_double: dict[str, float], sends: bool
 ) -> StageWork:
-    """Build a stage from the results for a rank with the mean load (`one`) and with twice that load (`two`)."""
+    """Build the work of a stage.
+
+    Args:
+        at_mean, at_double: results of the formulas for a rank with the mean load, and with twice that load.
+        sends: whether the pipeline has several stages.
+    """
 
     def experts(name: str) -> ExpertSeconds:
-        by_rows = two[name] - one[name]
-        return ExpertSeconds(one[name] - by_rows, by_rows)
+        by_rows = at_double[name] - at_mean[name]
+        return ExpertSeconds(at_mean[name] - by_rows, by_rows)
 
-    layers = one["l"]
-    dense = layers * one["T_attention"] + moe_layers * one["T_rest"] + (layers - moe_layers) * one["T_ffn"]
-    dense += one["T_logits"]
-    scores = layers * one["F_scores"] / (values["peak"] * values["e_attn"])  # have no weights
+    layers = at_mean["l"]
+    dense = layers * at_mean["T_attention"] + moe_layers * at_mean["T_rest"] + (layers - moe_layers) * at_mean["T_ffn"]
+    dense += at_mean["T_logits"]
+    scores = layers * at_mean["F_scores"] / (values["peak"] * values["e_attn"])  # have no weights
     forward, step = experts("T_experts"), experts("T_experts_step")
     again = values["n_again"] + values["n_up"] * (values["n_mat"] - 1) / values["n_mat"]
-    tensor, parameters = (one["T_tp"] + one["T_gather"]) / (2 + values["n_again"]), one["T_params"] / 2
+    tensor, parameters = (at_mean["T_tp"] + at_mean["T_gather"]) / (2 + values["n_again"]), at_mean["T_params"] / 2
     return StageWork(
         moe_layers=moe_layers,
         forward=PassSeconds(dense, tensor, parameters, forward),
         backward=PassSeconds(
-            (one["n_pass"] - 1) * dense, (1 + values["n_again"]) * tensor, parameters, step + forward.times(again - 1)
+            (at_mean["n_pass"] - 1) * dense, (1 + values["n_again"]) * tensor, parameters,
+            step + forward.times(again - 1),
         ),
         again=int(values["n_again"]),
         weights=PassSeconds(dense - scores, 0.0, 0.0, step + forward.times(-2)),
-        transfer=one["T_p2p"] if sends else 0.0,
-        gradients=one["T_grads"],
-        optimizer=one["T_optimizer"],
+        transfer=at_mean["T_p2p"] if sends else 0.0,
+        gradients=at_mean["T_grads"],
+        optimizer=at_mean["T_optimizer"],
     )  # fmt: skip
 
 
