@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..errors import InvalidInput, InvalidPlan
 from ..runtime.block_forward import find_rewritten_blocks
-from ..runtime.ranks.data_parallel_wrappers import DDP_IGNORED, RefuseDDP, refuse_accelerate
+from ..runtime.ranks.data_parallel_wrappers import DDP_REFUSAL, refuse_accelerate
 from ..runtime.ranks.sharding import format_mesh
 from ..runtime.ranks.staged_models import refuse_pipeline
 from ..runtime.ranks.state_dicts import ShardOnLoad, join_name
@@ -108,7 +108,7 @@ def parallelize(
     root.register_load_state_dict_pre_hook(ShardOnLoad())
     lines = (f"{'experts':<12}{expert_axes}", f"{'others':<12}{axes}", f"{'all':<12}reduced by moefx.parallelize")
     vars(root)[SPREAD_MESH] = dataclasses.replace(spread, parallelized=lines)
-    vars(root)[DDP_IGNORED] = RefuseDDP()
+    DDP_REFUSAL.install(root)
     refuse_accelerate(root, mesh)
     return model
 

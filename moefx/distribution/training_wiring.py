@@ -12,9 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._plan import Plan
 from ..runtime.ranks.data_parallel_wrappers import (
     DDP_IGNORED,
-    DEEPSPEED_HOOK,
+    DEEPSPEED_REFUSAL,
     IgnoredByDDP,
-    RefuseDeepSpeed,
     refuse_accelerate,
 )
 from ..runtime.ranks.expert_layout import ExpertLayout
@@ -51,7 +50,7 @@ def watch_block(block: nn.Module, name: str, layout: ExpertLayout) -> Overwritin
         name: the block's name in the model.
     """
     if layout.placement.num_ranks > 1:
-        vars(block)[DEEPSPEED_HOOK] = RefuseDeepSpeed()
+        DEEPSPEED_REFUSAL.install(block)
         block.register_load_state_dict_post_hook(SettleOnLoad())
     watch = OverwritingWatch(block, name, layout.parameters, layout.placement, layout.number)
     watch.compares_itself = layout.routes.gathers

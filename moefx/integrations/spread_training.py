@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ..distribution.training_wiring import SPREAD_MESH, SpreadMesh
 from ..errors import InvalidInput
-from ..runtime.ranks.data_parallel_wrappers import NO_PIPELINE
+from ..runtime.ranks.data_parallel_wrappers import ACCELERATED_PIPELINE_REFUSAL
 from ..runtime.ranks.staged_models import STAGED
 
 
@@ -31,7 +31,7 @@ def get_spread_mesh(spread: nn.Module) -> SpreadMesh:
 def check_is_whole(model: nn.Module, spread: nn.Module) -> None:
     """Refuse a spread model that is only a part of the trained model, or a stage of a pipeline (`InvalidInput`)."""
     if STAGED in vars(model):
-        raise InvalidInput(NO_PIPELINE)
+        raise ACCELERATED_PIPELINE_REFUSAL.build_error()
     if getattr(model, "_orig_mod", model) is not spread:
         raise InvalidInput(
             f"{type(spread).__name__}, which moefx.compile has spread over ranks, is inside of {type(model).__name__}. "

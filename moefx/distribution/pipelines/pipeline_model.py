@@ -11,13 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ...errors import InvalidInput, MoefxError
-from ...runtime.ranks.data_parallel_wrappers import (
-    ACCELERATE_FLAG,
-    DDP_IGNORED,
-    NO_PIPELINE,
-    RefuseAccelerate,
-    RefuseDDP,
-)
+from ...runtime.ranks.data_parallel_wrappers import ACCELERATED_PIPELINE_REFUSAL, DDP_REFUSAL
 from ...runtime.ranks.staged_models import STAGED
 from ...runtime.ranks.state_dicts import ShardOnLoad
 from .micro_batches import check_batch, describe_inputs, split_inputs, split_tree
@@ -42,8 +36,8 @@ class Pipeline(nn.Module):
     def __init__(self, model: nn.Module, stages: list[Stage], split: StageSplit, order: StageOrder, group: StageGroup):
         super().__init__()
         vars(self)[STAGED] = group
-        vars(self)[DDP_IGNORED] = RefuseDDP()
-        vars(self)[ACCELERATE_FLAG] = RefuseAccelerate(NO_PIPELINE)
+        DDP_REFUSAL.install(self)
+        ACCELERATED_PIPELINE_REFUSAL.install(self)
         self._parts, self._split, self._order, self._group = stages, split, order, group
         self._sharded = [m for stage in stages for m in stage.model.modules() if isinstance(m, FSDPModule)]
         self._device = torch.device(group.mesh.device_type)

@@ -2,7 +2,7 @@
 
 DistributedDataParallel ignores parameters that the wrapped module lists in an attribute. DeepSpeed has no equivalent,
 so it is refused. accelerate would wrap a spread model in DistributedDataParallel, or train it unwrapped: it is refused,
-with the call that trains.
+with the call that trains. `WrapperRefusal` is what all refusals are made of.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from ...errors import ExpertsOverwritten, InvalidInput
+from ...errors import ExpertsOverwritten, InvalidInput, MoefxError
 from ...ir.ops.uneven_all_to_all import get_group
 
 DDP_IGNORED = "_ddp_params_and_buffers_to_ignore"  # the attribute that DistributedDataParallel reads
@@ -63,51 +63,74 @@ class IgnoredByDDP:
         return len(list(self))
 
 
-class RefuseDDP:
-    """Takes the place of `IgnoredByDDP` in a model that `parallelize` has sharded."""
+class WrapperRefusal:
+    """An attribute of a module that a wrapper reads before it wraps the module: reading it raises an error.
+
+    DistributedDataParallel iterates over its attribute, accelerate (and transformers' `Trainer` by it) tests it, and
+    DeepSpeed's engine calls it.
+    """
+
+    def __init__(self, attribute: str, error: type[MoefxError], message: str):
+        self.attribute, self.error, self.message = attribute, error, message
+
+    def install(self, module: nn.Module) -> None:
+        """Let the wrapper refuse a module."""
+        vars(module)[self.attribute] = self
+
+    def build_error(self) -> MoefxError:
+        return self.error(self.message)
 
     def __iter__(self) -> NoReturn:
-        refuse_ddp()
-
-
-def refuse_ddp() -> NoReturn:
-    raise InvalidInput(
-        "DistributedDataParallel around a model that moefx.parallelize has sharded would reduce its gradients twice. "
-        "Train the model as it is. For replicas instead of shards: moefx.parallelize(model, mesh, data='ddp')"
-    )
-
-
-class RefuseAccelerate:
-    """An attribute of a spread model that accelerate, and transformers' `Trainer` by it, read before they wrap it."""
-
-    def __init__(self, message: str):
-        self.message = message
+        raise self.build_error()
 
     def __bool__(self) -> NoReturn:
-        raise InvalidInput(self.message)
+        raise self.build_error()
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        raise self.build_error()
+
+
+# Of a model that `parallelize` has sharded, or of a Pipeline. It takes the place of `IgnoredByDDP`.
+DDP_REFUSAL = WrapperRefusal(
+    DDP_IGNORED,
+    InvalidInput,
+    "DistributedDataParallel around a model that moefx.parallelize has sharded would reduce its gradients twice. "
+    "Train the model as it is. For replicas instead of shards: moefx.parallelize(model, mesh, data='ddp')",
+)
+# Of a block whose experts are spread over ranks.
+DEEPSPEED_REFUSAL = WrapperRefusal(
+    DEEPSPEED_HOOK,
+    ExpertsOverwritten,
+    "DeepSpeed's engine broadcasts all parameters from one rank, but moefx.compile(mesh=...) gave each rank different "
+    "experts, which would be overwritten. Compile without a mesh for DeepSpeed, or train the spread model with torch's "
+    "fully_shard or DistributedDataParallel (docs/expert_parallelism.md)",
+)
+# Of a Pipeline.
+ACCELERATED_PIPELINE_REFUSAL = WrapperRefusal(
+    ACCELERATE_FLAG,
+    InvalidInput,
+    "Trainer and accelerate run the forward and the backward of a model, and a Pipeline runs a schedule of "
+    "micro-batches: call pipe.step in a loop (docs/how_to/pipelines.md), or train over a mesh without an axis 'pp'",
+)
 
 
 def refuse_accelerate(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Let accelerate refuse a model that is spread over a mesh, with the call that trains it."""
+    """Let accelerate refuse a model that is spread over several ranks, with the call that trains it."""
     if mesh.size() > 1:
-        vars(model)[ACCELERATE_FLAG] = RefuseAccelerate(
+        WrapperRefusal(
+            ACCELERATE_FLAG,
+            InvalidInput,
             f"accelerate does not know how {type(model).__name__}, which moefx.compile(mesh=...) has spread over "
             "ranks, reduces its gradients. Use moefx.integrations.SpreadTrainer instead of transformers' Trainer, and "
-            "moefx.integrations.SpreadAccelerator instead of accelerate's Accelerator (docs/how_to/trainer.md)"
-        )
-
-
-NO_PIPELINE = (
-    "Trainer and accelerate run the forward and the backward of a model, and a Pipeline runs a schedule of "
-    "micro-batches: call pipe.step in a loop (docs/how_to/pipelines.md), or train over a mesh without an axis 'pp'"
-)
+            "moefx.integrations.SpreadAccelerator instead of accelerate's Accelerator (docs/how_to/trainer.md)",
+        ).install(model)
 
 
 @contextlib.contextmanager
 def allow_accelerate(model: nn.Module) -> Iterator[None]:
     """Let accelerate prepare a spread model inside the context, for callers that reduce its gradients."""
     refusals = [(module, vars(module).get(ACCELERATE_FLAG)) for module in model.modules()]
-    refusals = [(module, refusal) for module, refusal in refusals if isinstance(refusal, RefuseAccelerate)]
+    refusals = [(module, refusal) for module, refusal in refusals if isinstance(refusal, WrapperRefusal)]
     for module, _ in refusals:
         del vars(module)[ACCELERATE_FLAG]
     try:
@@ -175,24 +198,6 @@ def is_deepspeed(module: nn.Module) -> bool:
     return any(cls.__name__ == "DeepSpeedEngine" for cls in type(module).__mro__)
 
 
-class RefuseDeepSpeed:
-    """An attribute of a block that DeepSpeed's engine calls before it broadcasts parameters."""
-
-    def __call__(self, *_: Any, **__: Any) -> NoReturn:
-        refuse_deepspeed()
-
-
-def refuse_deepspeed() -> NoReturn:
-    raise ExpertsOverwritten(_NO_DEEPSPEED)
-
-
-_NO_DEEPSPEED = (
-    "DeepSpeed's engine broadcasts all parameters from one rank, but moefx.compile(mesh=...) gave each rank different "
-    "experts, which would be overwritten. Compile without a mesh for DeepSpeed, or train the spread model with torch's "
-    "fully_shard or DistributedDataParallel (docs/expert_parallelism.md)"
-)
-
-
 def find_outermost_wrapper(block: nn.Module) -> nn.Module | None:
     """Return the outermost wrapper around a block's model, such as DistributedDataParallel; None if none is found."""
     modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module) and any(m is block for m in o.modules())]
@@ -215,7 +220,7 @@ def describe_overwriting(wrapper: nn.Module | None, block: str, seen: str) -> st
             f"moefx.expert_parameter_names(module, buffers=True)). {lost}"
         )
     if wrapper is not None and is_deepspeed(wrapper):
-        return f"{_NO_DEEPSPEED}. Seen in {block}: {seen}. {lost}"
+        return f"{DEEPSPEED_REFUSAL.message}. Seen in {block}: {seen}. {lost}"
     by = "A broadcast of parameters, or an initialisation with the same random numbers on every rank,"
     leave = "Exclude moefx.expert_parameter_names(model) from it"
     if isinstance(wrapper, FSDPModule):

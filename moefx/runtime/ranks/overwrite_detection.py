@@ -28,12 +28,12 @@ from ...ir.expert_placement import Placement
 from ...ir.ops.parameter_samples import NUM_WORDS, local_sample, register, select
 from ...ir.ops.uneven_all_to_all import format_ranks, get_group
 from .data_parallel_wrappers import (
+    DDP_REFUSAL,
+    DEEPSPEED_REFUSAL,
     describe_overwriting,
     find_outermost_wrapper,
     is_deepspeed,
     list_broadcast_parameters,
-    refuse_ddp,
-    refuse_deepspeed,
 )
 from .sharding import ExpertParameters, find_owner_and_tensor
 
@@ -74,7 +74,7 @@ class OverwritingWatch:
         ddp = torch.nn.parallel.DistributedDataParallel._active_ddp_module
         if ddp is not None and ddp is not self.checked_ddp:
             if self.is_parallelized:
-                refuse_ddp()
+                raise DDP_REFUSAL.build_error()
             if names := list_broadcast_parameters(ddp, self._list_expert_tensors(), self.group):
                 raise ExpertsOverwritten(describe_overwriting(ddp, self.name, f"it has {names[0]} among its own"))
             self.checked_ddp = ddp
@@ -82,7 +82,7 @@ class OverwritingWatch:
         if version != self.hooks_version:
             for module in _iterate_running_modules(sys._getframe(1)):
                 if is_deepspeed(module):
-                    refuse_deepspeed()
+                    raise DEEPSPEED_REFUSAL.build_error()
             self.hooks_version = version
         if self.compares_itself:
             self._compare_now_and_then()
