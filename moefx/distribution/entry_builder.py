@@ -29,32 +29,6 @@ from .pipelines.stage_split import find_layer_keys
 if TYPE_CHECKING:
     from ..planner.ranking import Ranking
 
-FIELD_TARGETS: dict[str, tuple[str, ...]] = {
-    # of `Entry`
-    "layout": (),  # below, field by field
-    "experts_first": ("axes", "plan.placement"),
-    "units": ("plan.topology_levels",),
-    "memory": (),  # predictions
-    "step": (),
-    # of `Layout`
-    "pp": ("axes",),
-    "tp": ("axes",),
-    "dp": ("axes",),
-    "ep": ("axes", "plan.expert_axis"),
-    "ssmb": ("plan.sequence_axis", "plan.expert_axis"),
-    "zero": ("options.zero",),
-    "dispatch": ("plan.dispatch",),
-    "kept": ("plan.checkpoint",),
-    "recompute": ("options.recompute",),
-    "sequences": ("batch", "plan.tokens"),
-    "tokens": ("batch", "plan.tokens"),
-    "microbatches": ("options.microbatches", "batch"),
-    "schedule": ("options.schedule",),
-    "chunks": ("options.chunks",),
-}
-"""The parts of `EntryArguments` that each field of an entry sets. A test compares the table with the fields of both
-classes, and with the results of `read_entry`."""
-
 _SIZES = (
     "hidden_size", "num_layers", "num_moe_layers", "num_experts", "top_k", "expert_size", "matrices", "shared_size",
     "dense_size", "vocab_size",
@@ -84,7 +58,7 @@ class EntryArguments:
 
 
 def read_entry(entry: Entry, *, replicate_dense: bool = False, **fields: Any) -> EntryArguments:
-    """Return the arguments with which an entry runs: each field goes where `FIELD_TARGETS` says.
+    """Return the arguments with which an entry runs. Each field of the entry and of its layout decides some of them.
 
     Args:
         replicate_dense, fields: see `Ranking.build`.

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import moefx
-from moefx.distribution.entry_builder import FIELD_TARGETS, EntryArguments, check_model, read_entry
+from moefx.distribution.entry_builder import EntryArguments, check_model, read_entry
 from moefx.errors import InvalidInput, InvalidPlan, NothingFits
 from moefx.planner.catalogue import find_model
 from moefx.planner.entries import Entry
@@ -17,6 +17,31 @@ from moefx.planner.platforms import PLATFORMS
 from moefx.planner.search import estimate_entry
 
 from ..distributed.pipeline_training_cases import EXAMPLE, Decoder, loss_fn
+
+# The parts of `EntryArguments` that each field of an entry sets.
+FIELD_TARGETS: dict[str, tuple[str, ...]] = {
+    # of `Entry`
+    "layout": (),  # below, field by field
+    "experts_first": ("axes", "plan.placement"),
+    "units": ("plan.topology_levels",),
+    "memory": (),  # predictions
+    "step": (),
+    # of `Layout`
+    "pp": ("axes",),
+    "tp": ("axes",),
+    "dp": ("axes",),
+    "ep": ("axes", "plan.expert_axis"),
+    "ssmb": ("plan.sequence_axis", "plan.expert_axis"),
+    "zero": ("options.zero",),
+    "dispatch": ("plan.dispatch",),
+    "kept": ("plan.checkpoint",),
+    "recompute": ("options.recompute",),
+    "sequences": ("batch", "plan.tokens"),
+    "tokens": ("batch", "plan.tokens"),
+    "microbatches": ("options.microbatches", "batch"),
+    "schedule": ("options.schedule",),
+    "chunks": ("options.chunks",),
+}
 
 MODEL = find_model("olmoe-1b-7b")
 BASE = Layout(pp=2, dp=8, ep=4, sequences=2, tokens=128, microbatches=8, schedule="interleaved", chunks=2)
