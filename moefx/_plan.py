@@ -25,7 +25,7 @@ class Plan:
     Attributes: Memory of the experts
         checkpoint: the tensors that the expert MLP keeps for its backward (MoEBlaze section 5). `"h"`: its input X and
             the up-projection H, the activation is recomputed; `"x"`: X only; `"all"`: the activation too; `"auto"`:
-            the fastest policy that fits the memory, by the planner's formulas (docs/planner.md).
+            the fastest policy that fits the memory, by the planner (docs/how_to/automatic_plans.md).
         expert_storage: `"original"` keeps the storage of experts in a ModuleList; `"contiguous"` lays it out as E
             equally spaced views (the E original Parameters stay).
 

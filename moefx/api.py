@@ -54,7 +54,8 @@ def compile(
             keeps those of its experts. An expert's gradient is the sum of its gradients over the ranks' losses.
         plan: a `Plan`, or None for the defaults. `"auto"`: `Plan(expert_axis="auto", checkpoint="auto")`, the fastest
             layout that fits the memory with the tokens of the example inputs, by the planner's formulas
-            (docs/planner.md). All ranks of the mesh decide together; `explain` prints the decision and its reasons.
+            (docs/how_to/automatic_plans.md). All ranks of the mesh decide together; `explain` prints the decision and
+            its reasons.
         strict: raise if no block was rewritten, and warn about blocks that were refused. False: a model without a
             rewritten block is returned as it is, without a warning; `explain` says why.
 

@@ -291,7 +291,7 @@ def test_the_page_shows_the_printed_decision():
     here = LocalPlatform(find_platform("dgx-h100"), "named by MOEFX_PLATFORM")
     asked = Plan(expert_axis="auto", checkpoint="auto")
     found = decide({0: Facts(asked, MODEL, 4, 4096, "as in the example inputs", here)}, 0, mesh_of(ep=4, tp=2))
-    page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "how_to" / "automatic_plans.md").read_text(encoding="utf-8")
     assert f"```text\n{found}\n```" in page
 
 

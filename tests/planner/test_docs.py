@@ -1,4 +1,4 @@
-"""The page on the planner runs and prints the shown text."""
+"""The pages on the planner run and print the shown text."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ import pytest
 from moefx.planner.platforms import PLATFORMS
 from moefx.planner.ranking import plan
 
-PAGE = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "planner.md").read_text(encoding="utf-8")
+FORMULAS = (DOCS / "concepts" / "planner_formulas.md").read_text(encoding="utf-8")
 
 
-def test_the_page_runs(capsys):
-    space: dict[str, object] = {"__name__": "page"}
-    for block in re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S):
-        exec(block, space)
+def test_the_pages_run(capsys):
+    for page in (PAGE, FORMULAS):
+        space: dict[str, object] = {"__name__": "page"}
+        for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S):
+            exec(block, space)
     printed = capsys.readouterr().out
     for text in (
         "deepseek-v3 on 1024 x AMD MI250X",
@@ -47,7 +50,7 @@ def test_platforms_are_named():
 @pytest.mark.parametrize("name", ["olmoe-1b-7b", "gpt-oss-20b", "mixtral-8x22b"])
 def test_simulated_seconds_are_those_of_the_table(name):
     """Match the table within two units of the last digit: rates and formulas may change, and the table with them."""
-    (row,) = re.findall(rf"^\| {name} \| ([\w-]+), (\d+) \| ([\d ]+) \| ([\d.]+) \| ([\d.]+) \|$", PAGE, re.M)
+    (row,) = re.findall(rf"^\| {name} \| ([\w-]+), (\d+) \| ([\d ]+) \| ([\d.]+) \| ([\d.]+) \|$", FORMULAS, re.M)
     platform, ranks, division, without, skewed = row
     ranking = plan(name, platform, int(ranks))
     x = ranking[0].layout

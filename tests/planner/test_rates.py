@@ -46,7 +46,9 @@ def test_shapes_that_the_rates_are_fitted_to():
 
 def test_the_docs_quote_the_errors():
     """The page also quotes errors for GEMMs, which are larger than those for experts."""
-    page = " ".join((RESULTS.parents[1] / "docs" / "planner.md").read_text(encoding="utf-8").split())
+    page = " ".join(
+        (RESULTS.parents[1] / "docs" / "concepts" / "planner_formulas.md").read_text(encoding="utf-8").split()
+    )
     gemms, experts = compute_gemm_errors(FOUND.device.gemms, H200), list(compute_expert_errors(GRID, H200).values())
     for wrong in (gemms, experts):
         assert f"{100 * min(wrong):+.1f} .. {100 * max(wrong):+.1f} %" in page
