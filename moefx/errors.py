@@ -1,4 +1,7 @@
-"""The error catalogue. Every message gives the reason, the user's source line, and the next step."""
+"""The error catalogue. Every message gives the reason, the user's source line, and the next step.
+
+docs/errors.md has a line for each class: what was seen, and what to do.
+"""
 
 from __future__ import annotations
 

@@ -10,14 +10,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
+import inspect
 import io
 import itertools
+import pkgutil
 import re
 import shlex
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -201,6 +204,40 @@ def test_the_table_of_calls_is_complete():
     text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     table = text[text.index("| call | gives |") :].partition("\n\n")[0]
     assert set(re.findall(r"`moefx\.(\w+)", table)) >= set(moefx.__all__) - {"MoefxError", "NoMoEBlockFound"}
+
+
+def format_signature(function: Callable[..., Any]) -> str:
+    """Return the arguments as the table of calls shows them: defaults only of those that have a position."""
+    shown = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            shown += ["*"] * ("*" not in shown) + [parameter.name]
+        else:
+            has_default = parameter.default is not parameter.empty
+            shown.append(f"{parameter.name}={parameter.default!r}" if has_default else parameter.name)
+    return ", ".join(shown)
+
+
+def test_the_table_of_calls_has_the_signatures():
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    calls = re.findall(r"`moefx\.(\w+)\((.*?)\)`", text[text.index("| call | gives |") :].partition("\n\n")[0])
+    functions = [(name, shown) for name, shown in calls if not isinstance(getattr(moefx, name), type)]
+    assert len(functions) > 12
+    assert [(name, format_signature(getattr(moefx, name))) for name, _ in functions] == functions
+
+
+def test_names_of_the_package_on_pages_exist():
+    plan_fields = {field.name for field in dataclasses.fields(moefx.Plan)}
+    for page in MARKDOWN:
+        text = page.read_text(encoding="utf-8")
+        for name in set(re.findall(r"`(moefx(?:\.\w+)+)", text)):
+            try:
+                pkgutil.resolve_name(name)
+            except ModuleNotFoundError as error:  # of a library that is not installed
+                assert error.name in OPTIONAL, f"{page.name}: {name}"
+        for arguments in re.findall(r"\bPlan\(((?:[^()]|\([^()]*\))*)\)", text):
+            unknown = set(re.findall(r"(?:^|, )(\w+)=", arguments)) - plan_fields
+            assert not unknown, f"{page.name}: Plan has no {unknown}"
 
 
 def test_the_error_catalogue_is_complete():

@@ -180,6 +180,36 @@ def case_the_best_model_is_loaded() -> None:
     assert abs(trainer.evaluate()["eval_loss"] - min(losses)) < 1e-6 < max(losses) - min(losses)
 
 
+def case_auxiliary_losses_of_ranks_add_up() -> None:
+    """Each is computed from one rank's tokens of a micro-batch. Trainer multiplies the loss by the number of processes,
+    and does not divide it by that of micro-batches: their sum is trained."""
+    factor, num_parts = 0.5, RANKS * PARTS
+    batch = stack([Rows()[index] for index in range(num_parts * BATCH)])
+
+    def build() -> Any:
+        return build_model(layers=1, output_router_logits=True, router_aux_loss_coef=factor)
+
+    def train_original(rows: int, scale: float) -> dict[str, Tensor]:
+        """Train one step with the sum of auxiliary losses, each of some rows of the batch, times a scale."""
+        model = build()
+        loss = sum_losses(model(batch["input_ids"]).logits, batch["labels"]) / batch["labels"][:, 1:].ne(-100).sum()
+        loss = loss + scale * factor * sum(model(ids).aux_loss for ids in batch["input_ids"].split(rows))
+        loss.backward()
+        torch.optim.SGD(model.parameters(), lr=RATE).step()
+        return dict(model.state_dict())
+
+    trainer = build_trainer(
+        spread_model(dict(dp=2, ep=2), model=build()), create_shared_folder(), optim="sgd", weight_decay=0.0,
+        max_grad_norm=0.0, max_steps=1,
+    )  # fmt: skip
+    trainer.train()
+    trained, bounds = moefx.full_state_dict(trainer.model), dict(rtol=0, atol=1e-7)  # auxiliary losses are in float32
+    torch.testing.assert_close(trained, train_original(BATCH, 1.0), **bounds)
+    router = next(name for name in trained if name.endswith("mlp.gate.weight"))
+    mean, of_all_tokens = train_original(BATCH, 1 / num_parts), train_original(num_parts * BATCH, num_parts)
+    assert not any(torch.allclose(trained[router], other[router], **bounds) for other in (mean, of_all_tokens))
+
+
 def case_smoothed_labels_are_shifted() -> None:
     """Trainer decides by the name of a class whether a label smoother shifts labels, and FSDP changes the name."""
     batch = stack([Rows()[index] for index in range(4 * BATCH)])

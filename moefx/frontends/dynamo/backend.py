@@ -32,7 +32,7 @@ _GRAPH_BREAK = "experts are selected, but Dynamo ends its graph before their res
 _RETURNED_CHOICE = "the graph returns the selected indices, and their results do not come together in it"
 
 
-def rewrite_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan | None = None) -> fx.GraphModule:
+def rewrite_graph(graph: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan | None = None) -> fx.GraphModule:
     """Find the MoE regions of a flat graph, prove each, and replace them by PFT graphs.
 
     The graph may come from `torch.export` (`.module()`), `make_fx`, Dynamo, or `symbolic_trace`. Sizes in it may be
@@ -41,6 +41,7 @@ def rewrite_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan 
     call to call: a region that depends on one is left unchanged.
 
     Args:
+        graph: a flat graph; it is not changed.
         example_inputs: one value for each input of the graph; real, fake or on the meta device. If the nodes have
             values in their meta, only parameters among them are used.
 
@@ -53,20 +54,20 @@ def rewrite_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan 
         InvalidInput: not a graph, or inputs that do not fit it. InvalidPlan: not a plan.
     """
     plan = check_plan(plan)
-    values = check_inputs(gm, example_inputs)
+    values = check_inputs(graph, example_inputs)
     try:
-        ready = normalize(gm, values)
+        ready = normalize(graph, values)
         out, regions = rewrite_regions(ready, values, plan)
     except Refused as why:
         _log_once(logging.WARNING, f"moefx left a graph as it was: {why.reason}")
-        UNCHANGED[gm] = Record((), (build_refusal(why, "", ""),), 0.0)
-        return gm
-    _log_findings(gm, regions, "it is returned as it is")
+        UNCHANGED[graph] = Record((), (build_refusal(why, "", ""),), 0.0)
+        return graph
+    _log_findings(graph, regions, "it is returned as it is")
     if out is ready:
-        UNCHANGED[gm] = _build_record(gm, regions)
-        return gm
-    out = restore_calls(out, gm) if ready is not gm else out
-    vars(out)[RECORD] = _build_record(gm, regions)
+        UNCHANGED[graph] = _build_record(graph, regions)
+        return graph
+    out = restore_calls(out, graph) if ready is not graph else out
+    vars(out)[RECORD] = _build_record(graph, regions)
     return out
 
 
