@@ -45,7 +45,7 @@ def platform(links: dict) -> Platform:
 
 def closed(case: Case, here: Platform, way: str, width: int) -> float:
     """Seconds of one direction, rows of so many bytes."""
-    sizes, networks = here.levels(case.nodes * case.ranks)
+    sizes, networks = here.list_levels(case.nodes * case.ranks)
     links = tuple((n.latency, 1 / n.bandwidth) for n in networks)
     level = collect_level_values(sizes, links, combine_links(sizes, links), here.handling)
     return build_exchange_sheet(len(sizes))(

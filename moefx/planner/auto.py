@@ -227,7 +227,7 @@ def _has_room_to_gather(chosen: Candidate, facts: Facts) -> bool:
     """
     assert isinstance(facts.model, Architecture)
     layout, platform = chosen.entry.layout, facts.local.platform
-    if len(platform.levels(layout.ep, 1 if chosen.entry.experts_first else layout.expert_replicas)[0]) > 1:
+    if len(platform.list_levels(layout.ep, 1 if chosen.entry.experts_first else layout.expert_replicas)[0]) > 1:
         return True
     return (
         evaluate_memory(facts.model, dataclasses.replace(layout, dispatch="gather"), platform)["M_gpu"]

@@ -52,7 +52,7 @@ class AxisUse:
     def experts_first(self, platform: Platform) -> bool:
         """Return whether the ranks of a group are as close to each other as neighbouring ranks."""
         stride = -(-(max(self.group) - min(self.group)) // max(self.ep - 1, 1))
-        return platform.levels(self.ep, stride or 1) == platform.levels(self.ep)
+        return platform.list_levels(self.ep, stride or 1) == platform.list_levels(self.ep)
 
     def __str__(self) -> str:
         if not self.expert_axis:

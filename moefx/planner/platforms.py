@@ -20,6 +20,8 @@ FITTED = (
     "matmul_efficiency", "dense_rows", "dense_launch", "expert_gemm", "expert_rows", "expert_weights", "expert_launch"
 )  # fmt: skip
 FREE = 1e30  # rate of a part that takes no time
+_ABOVE_ZERO = ("memory_bytes", "peak", "memory_bandwidth", "matmul_efficiency", "attention_efficiency")
+_AT_MOST_ONE = ("matmul_efficiency", "attention_efficiency")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +96,8 @@ class Platform:
             raise UnknownPlatform(f"platform {self.name}: no networks; the first one is the node")
         for network in self.networks:
             _check_fields(network, f"platform {self.name}: network {network.name!r}", ("bandwidth",))
-        units = [n.ranks or float("inf") for n in self.networks]
-        if any(large <= small for small, large in itertools.pairwise(units)):
+        unit_sizes = [network.ranks or math.inf for network in self.networks]
+        if any(large <= small for small, large in itertools.pairwise(unit_sizes)):
             raise UnknownPlatform(
                 f"platform {self.name}: units of {[n.ranks for n in self.networks]} ranks do not grow"
             )
@@ -129,12 +131,12 @@ class Platform:
             "t_launch": self.expert_launch,
         }
 
-    def network_of(self, group: int, stride: int = 1) -> Network:
+    def find_network(self, group: int, stride: int = 1) -> Network:
         """Return the coarsest network between `group` ranks that are `stride` apart."""
         span = (group - 1) * stride + 1
         return next((n for n in self.networks if not n.ranks or span <= n.ranks), self.networks[-1])
 
-    def levels(self, group: int, stride: int = 1) -> tuple[tuple[int, ...], tuple[Network, ...]]:
+    def list_levels(self, group: int, stride: int = 1) -> tuple[tuple[int, ...], tuple[Network, ...]]:
         """Return the levels of a group of ranks `stride` apart, as (sizes, networks), coarse to fine.
 
         A size is the number of units of the level within a unit of the level above. Levels with one unit are left out,
@@ -144,23 +146,23 @@ class Platform:
             return (1,), (self.networks[0],)
         sizes: list[int] = []
         networks: list[Network] = []
-        left = group
+        num_parts = group  # of the level below: ranks at first
         for network in self.networks:
             is_last = network is self.networks[-1] or not network.ranks
             units = 1 if is_last else count_nodes(group, stride, network.ranks)[0]
-            if left % units or (units > 1 and group % max(network.ranks // stride, 1)):
+            if num_parts % units or (units > 1 and group % max(network.ranks // stride, 1)):
                 continue  # uneven parts: counted with the level above
-            size, left = left // units, units
+            size, num_parts = num_parts // units, units
             if networks and size > 1 and _has_equal_links(networks[-1], network):
                 sizes[-1], networks[-1] = sizes[-1] * size, network
             elif size > 1:
                 sizes.append(size)
                 networks.append(network)
-            if left == 1:
+            if num_parts == 1:
                 break
         return tuple(reversed(sizes)), tuple(reversed(networks))
 
-    def ring(self, group: int, stride: int = 1) -> float:
+    def estimate_ring(self, group: int, stride: int = 1) -> float:
         """Estimate the seconds per byte that a rank sends in a ring of `group` ranks, `stride` apart (an all-reduce).
 
         As in NCCL and RCCL, there are as many rings as a node has ranks of the group. Each ring has a part of the bytes
@@ -169,8 +171,9 @@ class Platform:
         nodes, ranks_per_node = count_nodes(group, stride, self.node_size)
         if nodes == 1 or ranks_per_node == 0:
             return 1 / self.networks[0].bandwidth
-        away = 1 / self.network_of(group, stride).bandwidth / ranks_per_node
-        return max(away, (ranks_per_node - 1) / ranks_per_node / self.networks[0].bandwidth)
+        between_nodes = 1 / self.find_network(group, stride).bandwidth / ranks_per_node
+        within_node = (ranks_per_node - 1) / ranks_per_node / self.networks[0].bandwidth
+        return max(between_nodes, within_node)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1)
@@ -190,27 +193,19 @@ class Platform:
             networks = tuple(
                 Network(**{**network, "spread": tuple(network.get("spread", ()))}) for network in fields.pop("networks")
             )
-            return cls(networks=networks, **_rename_old_fields(fields))
+            return cls(networks=networks, **fields)
         except (json.JSONDecodeError, TypeError, KeyError, AttributeError, RecursionError) as error:
             known = ", ".join(field.name for field in dataclasses.fields(cls))
             problem = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             raise UnknownPlatform(f"{where} is no platform file: {problem}. Its fields are {known}") from error
 
 
-_ABOVE_ZERO = ("memory_bytes", "peak", "memory_bandwidth", "matmul_efficiency", "attention_efficiency")
-_SHARES = ("matmul_efficiency", "attention_efficiency")  # at most 1
-
-
-def _rename_old_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a platform file, also of an older one, which called `memory_bytes` "capacity"."""
-    renamed = {"memory_bytes" if name == "capacity" else name: value for name, value in fields.items()}
-    if isinstance(sources := fields.get("sources"), dict):
-        renamed["sources"] = {"memory_bytes" if name == "capacity" else name: text for name, text in sources.items()}
-    return renamed
-
-
 def _check_fields(value: Any, owner: str, above_zero: tuple[str, ...]) -> None:
     """Check the types and ranges of a dataclass' numbers and texts.
+
+    Args:
+        owner: the name of `value` in messages.
+        above_zero: fields that must not be 0.
 
     Raises:
         UnknownPlatform: a field is invalid; the message names the first one.
@@ -225,9 +220,10 @@ def _check_fields(value: Any, owner: str, above_zero: tuple[str, ...]) -> None:
         if isinstance(number, bool) or not isinstance(number, kinds) or not math.isfinite(number):
             expected = "a whole number" if field.type == "int" else "a number"
             raise UnknownPlatform(f"{owner}: {field.name} is {number!r}, expected {expected}")
-        if number < 0 or (number == 0 and field.name in above_zero) or (number > 1 and field.name in _SHARES):
+        is_too_small = number < 0 or (number == 0 and field.name in above_zero)
+        if is_too_small or (number > 1 and field.name in _AT_MOST_ONE):
             least = "above 0" if field.name in above_zero else "0 or more"
-            most = ", at most 1" if field.name in _SHARES else ""
+            most = ", at most 1" if field.name in _AT_MOST_ONE else ""
             raise UnknownPlatform(f"{owner}: {field.name} is {number!r}, expected {least}{most}")
 
 
@@ -235,13 +231,12 @@ def _has_equal_links(first: Network, second: Network) -> bool:
     return (first.bandwidth, first.latency) == (second.bandwidth, second.latency)
 
 
-def count_nodes(group: int, stride: int, node: int) -> tuple[int, int]:
+def count_nodes(group: int, stride: int, node_size: int) -> tuple[int, int]:
     """Count (nodes, ranks of each node) of a group of ranks `stride` apart, numbered node by node.
 
     EP first: experts have stride 1, their replicas stride EP. DP first: the other way round (X-MoE appendix C.1).
     """
-    nodes = max(1, math.ceil(group * stride / node)) if group > 1 else 1
-    nodes = min(nodes, group)
+    nodes = min(group, math.ceil(group * stride / node_size)) if group > 1 else 1
     return nodes, group // nodes
 
 

@@ -191,7 +191,7 @@ def _collect_shared_values(
 ) -> dict[str, float]:
     values = layout.values(model, layout.pp - 1)
     stage_ranks, replicas_apart = layout.tp * layout.dp, layout.ep if experts_first else 1
-    tensor, stages = platform.network_of(layout.tp), platform.network_of(2, stage_ranks)
+    tensor, stages = platform.find_network(layout.tp), platform.find_network(2, stage_ranks)
     sizes, networks = _find_expert_levels(layout, platform, experts_first)
     links = tuple((n.latency, 1 / n.bandwidth) for n in networks)
     return values | collect_level_values(sizes, links, combine_links(sizes, links), platform.handling) | {
@@ -201,8 +201,8 @@ def _collect_shared_values(
         "DP": layout.dp, "R": layout.expert_replicas, "M": layout.microbatches,
         "n_up": int(CHECKPOINT_POLICIES[layout.kept].num_hidden(model.matrices) == 0 and not layout.recompute),
         "bubble_of": (layout.pp > 1) * _BUBBLES.get(layout.schedule, 1 / layout.chunks),
-        "beta_tp": 1 / tensor.bandwidth, "beta_dp": platform.ring(layout.dp, layout.tp),
-        "beta_replicas": platform.ring(layout.expert_replicas, replicas_apart),
+        "beta_tp": 1 / tensor.bandwidth, "beta_dp": platform.estimate_ring(layout.dp, layout.tp),
+        "beta_replicas": platform.estimate_ring(layout.expert_replicas, replicas_apart),
         "beta_pp": 1 / (stages.p2p or stages.bandwidth), "n_p2p": layout.transfers(),
         "alpha_tp": tensor.latency, "alpha_pp": stages.latency, "n_tp": int(layout.tp > 1), "n_g": int(layout.ssmb),
         "n_grads": layout.microbatches if layout.zero > 1 else 1,
@@ -278,7 +278,7 @@ def _find_expert_levels(
     layout: Layout, platform: Platform, experts_first: bool
 ) -> tuple[tuple[int, ...], tuple[Network, ...]]:
     """Find the levels of the expert axis: its ranks are neighbours, or their replicas are (X-MoE appendix C.1)."""
-    return platform.levels(layout.ep, 1 if experts_first else layout.expert_replicas)
+    return platform.list_levels(layout.ep, 1 if experts_first else layout.expert_replicas)
 
 
 @functools.lru_cache

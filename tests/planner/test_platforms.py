@@ -58,7 +58,7 @@ def test_other_files_raise(text, tmp_path):
     ],
 )
 def test_a_group_on_frontier_crosses_the_levels_of_its_ranks(group, stride, sizes, names):
-    found, networks = find_platform("frontier").levels(group, stride)
+    found, networks = find_platform("frontier").list_levels(group, stride)
     assert (found, [network.name for network in networks]) == (sizes, names)
 
 
@@ -95,12 +95,12 @@ def test_as_many_levels_as_links_differ():
     """Build nodes of 4, switches of 16, and all. A switch with the links of the level above is no level."""
     networks = Network("node", 4, 8e9), Network("switch", 16, 4e9), Network("all", 0, 1e9)
     tree = dataclasses.replace(find_platform("h200"), networks=networks)
-    assert [n.name for n in tree.levels(64)[1]] == ["all", "switch", "node"]
-    assert [tree.levels(*group)[0] for group in ((64, 1), (16, 1), (16, 4), (4, 16), (1, 1), (24, 1))] == [
+    assert [n.name for n in tree.list_levels(64)[1]] == ["all", "switch", "node"]
+    assert [tree.list_levels(*group)[0] for group in ((64, 1), (16, 1), (16, 4), (4, 16), (1, 1), (24, 1))] == [
         (4, 4, 4), (4, 4), (4, 4), (4,), (1,), (6, 4),
     ]  # fmt: skip
     alike = dataclasses.replace(tree, networks=(networks[0], Network("switch", 16, 1e9), networks[2]))
-    assert alike.levels(64)[0] == (16, 4)
+    assert alike.list_levels(64)[0] == (16, 4)
 
 
 def test_the_slowest_level_of_an_even_exchange():

@@ -285,7 +285,7 @@ def test_more_gpus_than_a_platform_knows():
 def test_nothing_is_sent_to_no_stage():
     platform = find_platform("dgx-h100")
     alone, two = (seconds(platform, pp=pp, tp=1, ep=16, ssmb=False, dp=16)["T_p2p"] for pp in (1, 2))
-    network = platform.network_of(2, 16)
+    network = platform.find_network(2, 16)
     once = 2 * 4096 * MODEL.hidden_size / network.bandwidth + network.latency
     assert alone == 0 and two == pytest.approx(8 * once)  # a round trip of every two of eight micro-batches
 

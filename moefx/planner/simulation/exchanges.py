@@ -80,7 +80,7 @@ def draw_exchanges(
     if layout.ep == 1:
         nothing = torch.zeros(1, 1, dtype=torch.float64)
         return Exchanges(nothing + 1, nothing, platform.networks[:1], None, nothing[0], 1)
-    sizes, networks = platform.levels(layout.ep, int(groups[0, 1] - groups[0, 0]))
+    sizes, networks = platform.list_levels(layout.ep, int(groups[0, 1] - groups[0, 0]))
     by_level = layout.dispatch in ("rbd", "halo")
     width = compute_row_widths(model, layout)[{"flat": "w1", "gather": "w_all"}.get(layout.dispatch, "w")]
     latencies = [n.latency for n in networks] if by_level else [max(n.latency for n in networks)]

@@ -24,7 +24,7 @@ ALL = pytest.mark.parametrize("platform", [*PLATFORMS.values(), TREE], ids=lambd
 @pytest.mark.parametrize(("group", "stride"), [(2, 1), (4, 2), (8, 1), (8, 8), (16, 1), (16, 4), (64, 1), (128, 2)])
 def test_even_traffic_takes_the_time_of_the_formula(platform, group, stride):
     """A byte from each rank to each."""
-    sizes, networks = platform.levels(group, stride)
+    sizes, networks = platform.list_levels(group, stride)
     _, beta = combine_links(sizes, tuple((n.latency, 1 / n.bandwidth) for n in networks))
     links = build_fabric(platform, range(0, group * stride, stride))
     even = torch.ones(group, group)
@@ -37,7 +37,7 @@ def test_rows_that_leave_a_node_share_one_nic():
     """The formula takes the bytes of each level by themselves. Those to the farthest pass the NIC too: with a network
     above that is almost as fast it is too fast, by what they add."""
     near = dataclasses.replace(TREE, networks=(*TREE.networks[:2], Network("all", 0, 3.9e9)))
-    sizes, networks = near.levels(64)
+    sizes, networks = near.list_levels(64)
     _, beta = combine_links(sizes, tuple((n.latency, 1 / n.bandwidth) for n in networks))
     found = build_fabric(near, range(64)).compute_busiest_link_seconds(torch.ones(64, 64)).item()
     assert found == pytest.approx(60 / 4e9) and 63 * beta == pytest.approx(48 / 3.9e9)
@@ -45,7 +45,7 @@ def test_rows_that_leave_a_node_share_one_nic():
 
 def test_a_group_that_does_not_fill_its_nodes():
     """Twelve ranks in nodes of eight are eight and four: for the formula one level, at the rate of what is between."""
-    sizes, networks = FRONTIER.levels(12)
+    sizes, networks = FRONTIER.list_levels(12)
     _, beta = combine_links(sizes, tuple((n.latency, 1 / n.bandwidth) for n in networks))
     assert sizes == (12,)
     assert build_fabric(FRONTIER, range(12)).compute_busiest_link_seconds(torch.ones(12, 12)).item() == pytest.approx(
@@ -98,7 +98,7 @@ def test_fair_sharing_can_take_longer():
 def test_a_ring_of_one_rank_a_node_is_the_formula(platform):
     size = platform.node_size
     ranks = range(0, 16 * size, size)
-    assert estimate_ring(platform, ranks) == pytest.approx(1 / platform.network_of(16, size).bandwidth)
+    assert estimate_ring(platform, ranks) == pytest.approx(1 / platform.find_network(16, size).bandwidth)
     assert estimate_ring(platform, range(size)) == pytest.approx(1 / platform.networks[0].bandwidth)
     assert estimate_ring(platform, [3]) == 0.0
 
@@ -106,7 +106,7 @@ def test_a_ring_of_one_rank_a_node_is_the_formula(platform):
 def test_a_ring_gets_the_share_of_its_ranks():
     """Four ranks a switch, one a node: the ring leaves it once, by what the four have of its links: 4 x 1 GB/s."""
     assert estimate_ring(TREE, range(0, 64, 4)) == pytest.approx(1 / 4e9)
-    assert 1 / TREE.network_of(16, 4).bandwidth == 1 / 1e9  # the formula
+    assert 1 / TREE.find_network(16, 4).bandwidth == 1 / 1e9  # the formula
 
 
 @pytest.mark.parametrize("members", [2, 4, 8])
@@ -115,7 +115,7 @@ def test_several_rings_use_several_nics(members):
     ranks = [node * 8 + i * 8 // members for node in range(16) for i in range(members)]
     wanted = max(1 / members / 12.5e9, (members - 1) / members / 50e9)
     assert estimate_ring(FRONTIER, ranks) == pytest.approx(wanted)
-    assert estimate_ring(FRONTIER, ranks) < 1 / FRONTIER.network_of(len(ranks), 8 // members).bandwidth
+    assert estimate_ring(FRONTIER, ranks) < 1 / FRONTIER.find_network(len(ranks), 8 // members).bandwidth
 
 
 def test_stragglers_are_as_measured():
