@@ -8,7 +8,7 @@ import math
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -33,23 +33,38 @@ _BINARY = {
 _FLOAT_FUNCTIONS = ("{}", "log({})", "sqrt({})", "log2({})", "1/({})", "1/sqrt({})", "({})**0.5", "({})**-0.5", "-({})")
 _CLAMPS = ("{0}", "max({0}, {low})", "min({0}, {high})")
 _SHAPED = (aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.expand.default)
+_MAX_DIVISOR = 512  # of capacities
+_MAX_OFFSET = 4
 ArgumentPath = tuple  # (aligned, "args" or "kwargs", index, ...): the path to a number in a node
+
+
+class LinearFormula(NamedTuple):
+    """`factor * size // divisor + offset`, of the size of an axis or of a product of axes."""
+
+    factor: int
+    divisor: int = 1
+    offset: int = 0
+
+    def evaluate(self, size: int) -> int:
+        return self.factor * size // self.divisor + self.offset
 
 
 class SizeExpressions:
     """Turns numbers that differ between captures into graph nodes over input sizes.
 
     Args:
-        inputs: placeholders by position. aligned, made: the nodes emitted so far, whose shapes may hold a size.
+        inputs: placeholders by position.
+        aligned: the nodes emitted so far, whose shapes may hold a size, by their node in the first capture.
+        new_nodes: the emitted nodes, by the same nodes.
     """
 
     def __init__(
         self, match: Match, samples: SizeSamples, graph: fx.Graph, inputs: dict[int, fx.Node],
-        aligned: dict[fx.Node, AlignedNodes], made: dict[fx.Node, fx.Node],
+        aligned: dict[fx.Node, AlignedNodes], new_nodes: dict[fx.Node, fx.Node],
     ):  # fmt: skip
         self.match, self.samples, self.graph = match, samples, graph
-        self.inputs, self.aligned, self.new_nodes = inputs, aligned, made
-        self._known: dict[Any, fx.Node] = {}
+        self.inputs, self.aligned, self.new_nodes = inputs, aligned, new_nodes
+        self._known: dict[Any, fx.Node] = {}  # emitted nodes, by their values, by formula, or by axis
         self._lines: dict[int, dict[Any, list[fx.Node]]] = {}  # by capture
 
     def emit_integer(self, values: list[int], where: str, path: ArgumentPath | None = None) -> int | fx.Node:
@@ -107,28 +122,29 @@ class SizeExpressions:
         return node or self._emit_from_dims(values, (_fit_divided, _fit_affine), path) or self._emit_from_result(values)
 
     def _emit_from_dims(
-        self, values: list[int], rules: Sequence[Callable], path: ArgumentPath | None = None
+        self, values: list[int], rules: Sequence[_FitRule], path: ArgumentPath | None = None
     ) -> fx.Node | None:
+        """Emit a linear formula of an axis, or of a product of axes, that one of the rules fits."""
         dims = self.match.arguments.dims
         for count in range(1, len(dims) + 1):
             for chosen in itertools.combinations(dims, count):
                 products = [math.prod(s[d] for d in chosen) for s in self.match.sizes]
                 for rule in rules:
-                    factors = rule(products, values)
-                    if factors is not None and (rule is _fit_scaled or self._holds_at_probes(chosen, factors, path)):
-                        return self._emit_linear(chosen, *factors)
+                    formula = rule(products, values)
+                    if formula is not None and (rule is _fit_scaled or self._holds_at_probes(chosen, formula, path)):
+                        return self._emit_linear(chosen, formula)
         return None
 
-    def _holds_at_probes(self, dims: Sequence[str], linear: tuple[int, int, int], path: ArgumentPath | None) -> bool:
+    def _holds_at_probes(self, dims: Sequence[str], formula: LinearFormula, path: ArgumentPath | None) -> bool:
         """Return whether a formula also holds at the probes' sizes, because several formulas fit a few sizes."""
-        times, over, plus = linear
         points = self._probe_integers(path)
         return points is not None and all(
-            times * math.prod(sizes[d] for d in dims) // over + plus == v for sizes, v in points
+            formula.evaluate(math.prod(sizes[d] for d in dims)) == value for sizes, value in points
         )
 
     def _emit_from_result(self, values: list[int]) -> fx.Node | None:
-        for aligned in self.aligned.values():  # such as the rows that a mask selects
+        """Emit the size of an emitted value that has these sizes in the captures, such as rows that a mask selects."""
+        for aligned in self.aligned.values():
             if aligned.first not in self.new_nodes:
                 continue
             shapes = [getattr(t.meta.get("val"), "shape", ()) for t in aligned]
@@ -145,10 +161,9 @@ class SizeExpressions:
             return None
         points, probed_points = list(zip(self.match.sizes, values, strict=True)), self._probe_integers(path)
         formula = find_formula([*points, *(probed_points or ())], self.match.expressions, try_linear=False)
-        # Rounding can only be verified at further sizes.
-        return (
-            formula if probed_points is not None or formula is None or formula.text in self.match.expressions else None
-        )
+        if formula is None or formula.text in self.match.expressions:
+            return formula
+        return formula if probed_points is not None else None  # rounding can only be verified at further sizes
 
     def _find_formula_by_probes(self, values: list[int], path: ArgumentPath | None) -> Formula | None:
         """Find a formula from the number's values at further sizes."""
@@ -168,26 +183,32 @@ class SizeExpressions:
         """Return the number at `path` at further sizes, or None."""
         if path is None:
             return None
-        turns = {
-            self._nodes_of_line(form.capture, t).index(t) for form, t in zip(self.match.forms, path[0], strict=True)
+        positions = {
+            self._nodes_of_line(form.capture, node).index(node)
+            for form, node in zip(self.match.forms, path[0], strict=True)
         }
-        if len(turns) != 1:
+        if len(positions) != 1:
             return None
-        turn = turns.pop()
+        (position,) = positions
         for routing in self.samples.kinds:  # reuse captures that reach the line
-            points = self._read_points(path, turn, routing)
+            points = self._read_points(path, position, routing)
             if points is not None and len(points) == len(self.samples.sample(routing)):
                 return points
-        return self._read_points(path, turn, "diverse")
+        return self._read_points(path, position, "diverse")
 
     def _read_points(
-        self, path: ArgumentPath, turn: int, routing: RoutingKind
+        self, path: ArgumentPath, position: int, routing: RoutingKind
     ) -> list[tuple[dict[str, int], int | float]] | None:
+        """Return the number at `path` in the captures of a routing that reach it; None if some value is no number.
+
+        Args:
+            position: of the node among those of its line.
+        """
         points = []
         for sizes, capture in self.samples.sample(routing):
             nodes = self._nodes_of_line(capture, path[0].first)
-            if turn < len(nodes):
-                value: Any = getattr(nodes[turn], path[1])
+            if position < len(nodes):
+                value: Any = getattr(nodes[position], path[1])
                 for step in path[2:]:
                     value = value[step]
                 if not isinstance(value, (int, float)) or not math.isfinite(value):
@@ -209,31 +230,30 @@ class SizeExpressions:
             self._known[formula] = self._emit_expression(ast.parse(formula.text, mode="eval").body)
         return self._known[formula]
 
-    def _emit_expression(self, e: ast.expr) -> Any:
-        match e:
-            case ast.Constant():
-                return e.value
-            case ast.Name():
-                return self.emit_dim(e.id)
-            case ast.BinOp():
-                return self._emit_arithmetic(
-                    _BINARY[type(e.op)], self._emit_expression(e.left), self._emit_expression(e.right)
-                )
-            case ast.UnaryOp():
-                return self._emit_arithmetic(operator.neg, self._emit_expression(e.operand))
-            case ast.Call():
-                return self._emit_arithmetic(FUNCTIONS[e.func.id], *map(self._emit_expression, e.args))  # type: ignore[attr-defined]
-        raise AssertionError(ast.dump(e))
+    def _emit_expression(self, expression: ast.expr) -> Any:
+        match expression:
+            case ast.Constant(value=value):
+                return value
+            case ast.Name(id=name):
+                return self.emit_dim(name)
+            case ast.BinOp(left=left, op=op, right=right):
+                return self._emit_arithmetic(_BINARY[type(op)], *map(self._emit_expression, (left, right)))
+            case ast.UnaryOp(operand=operand):  # a minus
+                return self._emit_arithmetic(operator.neg, self._emit_expression(operand))
+            case ast.Call(func=ast.Name(id=name), args=args):
+                return self._emit_arithmetic(FUNCTIONS[name], *map(self._emit_expression, args))
+        raise AssertionError(ast.dump(expression))
 
-    def _emit_linear(self, dims: tuple[str, ...], times: int, over: int, plus: int) -> fx.Node:
+    def _emit_linear(self, dims: tuple[str, ...], formula: LinearFormula) -> fx.Node:
+        """Emit a linear formula of the product of some axes."""
         node = self.emit_dim(dims[0])
-        for d in dims[1:]:
-            node = self._emit_arithmetic(operator.mul, node, self.emit_dim(d))
-        if times != 1:
-            node = self._emit_arithmetic(operator.mul, node, times)
-        if over != 1:
-            node = self._emit_arithmetic(operator.floordiv, node, over)
-        return self._emit_arithmetic(operator.add, node, plus) if plus else node
+        for dim in dims[1:]:
+            node = self._emit_arithmetic(operator.mul, node, self.emit_dim(dim))
+        if formula.factor != 1:
+            node = self._emit_arithmetic(operator.mul, node, formula.factor)
+        if formula.divisor != 1:
+            node = self._emit_arithmetic(operator.floordiv, node, formula.divisor)
+        return self._emit_arithmetic(operator.add, node, formula.offset) if formula.offset else node
 
     def _emit_arithmetic(self, fn: Any, *args: Any) -> fx.Node:
         return self._emit_call(fn, args, {}, {"letters": ""})
@@ -262,44 +282,59 @@ class SizeExpressions:
 
 def _find_float_formula(texts: Iterable[str], points: Sequence[tuple[dict[str, int], float]]) -> str | None:
     """Find an expression, or a function of one, that gives these values at these sizes."""
-    seen = {float(v) for _, v in points}
+    seen = {float(value) for _, value in points}
     if len(seen) < 3:
         return None
     for clamp, text in itertools.product(_CLAMPS, sorted(texts, key=lambda e: (len(e), e))):
-        for law in _FLOAT_FUNCTIONS:
-            formula = clamp.format(law.format(text), low=min(seen), high=max(seen))
-            try:
-                if all(evaluate_size(formula, sizes) == v for sizes, v in points):
-                    return formula
-            except (ArithmeticError, ValueError):
-                break
+        for function in _FLOAT_FUNCTIONS:
+            formula = clamp.format(function.format(text), low=min(seen), high=max(seen))
+            if all(_evaluate_or_none(formula, sizes) == value for sizes, value in points):
+                return formula
     return None
 
 
-# ---------------------------------------------------------------------- linear formulas (times, over, plus)
-def _fit_scaled(base: list[int], values: list[int]) -> tuple[int, int, int] | None:
-    k, rest = divmod(values[0], base[0])
-    return (k, 1, 0) if rest == 0 and k and all(v == k * b for b, v in zip(base, values, strict=True)) else None
+def _evaluate_or_none(formula: str, sizes: dict[str, int]) -> Any:
+    """Return the value of a formula; None if it has none at these sizes, such as the logarithm of 0."""
+    try:
+        return evaluate_size(formula, sizes)
+    except (ArithmeticError, ValueError):
+        return None
 
 
-def _fit_divided(base: list[int], values: list[int]) -> tuple[int, int, int] | None:
-    """Fit `times * base // over`, for capacities such as `T * k // E`."""
+# ---------------------------------------------------------------------- fits of linear formulas
+_FitRule = Callable[[list[int], list[int]], "LinearFormula | None"]  # of the sizes and the values in all captures
+
+
+def _fit_scaled(sizes: list[int], values: list[int]) -> LinearFormula | None:
+    """Fit `factor * size`."""
+    factor, rest = divmod(values[0], sizes[0])
+    return _require_fit(LinearFormula(factor), sizes, values) if factor and not rest else None
+
+
+def _fit_divided(sizes: list[int], values: list[int]) -> LinearFormula | None:
+    """Fit `factor * size // divisor` without rounding, for capacities such as `T * k // E`."""
     if not all(values) or len(set(values)) == 1:
         return None
-    for over in range(2, 513):
-        low = max(-(-v * over // b) for b, v in zip(base, values, strict=True))
-        high = min(((v + 1) * over - 1) // b for b, v in zip(base, values, strict=True))
-        for times in range(low, min(high, low) + 1):
-            if math.gcd(times, over) == 1 and all(times * b // over == v for b, v in zip(base, values, strict=True)):
-                return (times, over, 0) if all(times * b % over == 0 for b in base) else None
+    for divisor in range(2, _MAX_DIVISOR + 1):
+        factor = max(-(-value * divisor // size) for size, value in zip(sizes, values, strict=True))
+        formula = LinearFormula(factor, divisor)
+        if math.gcd(factor, divisor) == 1 and _require_fit(formula, sizes, values):
+            return formula if all(factor * size % divisor == 0 for size in sizes) else None
     return None
 
 
-def _fit_affine(base: list[int], values: list[int]) -> tuple[int, int, int] | None:
-    if len(set(base)) < 2:
+def _fit_affine(sizes: list[int], values: list[int]) -> LinearFormula | None:
+    """Fit `factor * size + offset`, with a small offset."""
+    if len(set(sizes)) < 3:
         return None
-    i = next(j for j, b in enumerate(base) if b != base[0])
-    k, rest = divmod(values[i] - values[0], base[i] - base[0])
-    plus = values[0] - k * base[0]
-    fits = rest == 0 and k != 0 and len(set(base)) > 2 and abs(plus) <= 4
-    return (k, 1, plus) if fits and all(v == k * b + plus for b, v in zip(base, values, strict=True)) else None
+    other = next(i for i, size in enumerate(sizes) if size != sizes[0])
+    factor, rest = divmod(values[other] - values[0], sizes[other] - sizes[0])
+    offset = values[0] - factor * sizes[0]
+    if rest or not factor or abs(offset) > _MAX_OFFSET:
+        return None
+    return _require_fit(LinearFormula(factor, offset=offset), sizes, values)
+
+
+def _require_fit(formula: LinearFormula, sizes: list[int], values: list[int]) -> LinearFormula | None:
+    """Return a formula if it gives all values."""
+    return formula if all(formula.evaluate(s) == v for s, v in zip(sizes, values, strict=True)) else None
