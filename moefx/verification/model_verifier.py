@@ -68,8 +68,8 @@ class ModelVerifier:
         self.first: tuple[str, str] | None = None
         self.calls: dict[str, Inputs] = {}  # by block, in order of execution, for the current case
         self.forwards: dict[str, BlockForward] = {}  # in the current sandbox of the compiled model
-        self.before: dict[str, CallCounts] = {}  # their counts when the sandbox was made
-        self.ran: dict[str, Counter[str]] = {name: Counter() for name in self.names}
+        self.counts_before: dict[str, CallCounts] = {}  # of their calls, when the sandbox was made
+        self.counts: dict[str, Counter[str]] = {name: Counter() for name in self.names}  # of calls, by what they ran
 
     def compare_models(
         self, sets: list[Inputs], seeds: Sequence[int], grads: bool, loss: Any, routings: bool,
@@ -85,12 +85,12 @@ class ModelVerifier:
                 options = self.build_options(seed, grads, loss)
                 chain, is_right = self.compare_model(inputs, options, case)
                 self.compare_blocks(self.calls, dataclasses.replace(options, loss=None), case, routings)
-                if (
-                    i == 0 and seed == seeds[0] and (is_right or self.shares is not None)
-                ):  # with shares, all ranks must go on
+                if i > 0 or seed != seeds[0]:
+                    continue
+                if is_right or self.shares is not None:  # with shares, all ranks must go on
                     later = dataclasses.replace(options, loss=None, has_second_backward=False)
                     self.compare_later_calls(chain, inputs, later, case, token_counts)
-                elif i == 0 and seed == seeds[0]:
+                else:
                     self.not_covered.append(LATER_CALLS)
             for mode in modes:
                 options = mode.apply_to(self.build_options(seeds[0], grads, loss))
@@ -99,7 +99,7 @@ class ModelVerifier:
                 self.compare_blocks(
                     self.calls, dataclasses.replace(options, loss=None), f"inputs {i}, {mode}", routings=False
                 )
-        self.rows += build_path_rows(self.ran, NOTHING_REWRITTEN)
+        self.rows += build_path_rows(self.counts, NOTHING_REWRITTEN)
 
     def build_options(self, seed: int, grads: bool, loss: Any) -> RunOptions:
         """Build the options of a run. Leaves out a second backward over a mesh, because it would need more
@@ -128,7 +128,7 @@ class ModelVerifier:
         def prepare(box: nn.Module, which: str, scope: Scope) -> None:
             if which == "compiled":
                 self.forwards.update(self.watch(box, scope))
-                self.before = {name: copy.copy(forward.counts) for name, forward in self.forwards.items()}
+                self.counts_before = {name: copy.copy(forward.counts) for name, forward in self.forwards.items()}
             else:
                 watch_original(box, self.names, scope, self.calls if which == "original" else None)
 
@@ -140,7 +140,7 @@ class ModelVerifier:
         )  # fmt: skip
         comparison = self.record(chain.compare(inputs, options, case))
         for name, forward in self.forwards.items() if is_counted else ():
-            add_calls(self.ran[name], forward.counts, self.before[name])
+            add_calls(self.counts[name], forward.counts, self.counts_before[name])
         self.bisect_model(comparison, inputs, options)
         return chain, comparison.ok
 
@@ -161,16 +161,16 @@ class ModelVerifier:
             self.reference, inputs, options, self.working, self.working.dtype, token_counts, self.is_costly
         ).plan_calls()
         self.not_covered += plan.reasons
-        per_token = math.inf
+        seconds_per_token = math.inf
         for number, later in enumerate(plan.calls, 2):
             tokens = later.num_tokens or 1
-            if token_counts is None and tokens > MANY_TOKENS and MAX_SECONDS < per_token * tokens < math.inf:
+            if token_counts is None and tokens > MANY_TOKENS and MAX_SECONDS < seconds_per_token * tokens < math.inf:
                 self.not_covered.append(f"{tokens} tokens: too slow by default; set token_counts=({tokens},)")
                 continue
             before, started = self.count_original_calls(), time.process_time()
             comparison, later = self.compare_later_call(chain, later, options, f"{case}, call {number}")
             name = f"call {number}: {later}"
-            per_token = min(per_token, (time.process_time() - started) / tokens)
+            seconds_per_token = min(seconds_per_token, (time.process_time() - started) / tokens)
             if comparison is None:
                 continue
             self.record_coverage(name, self.count_original_calls() - before)
@@ -235,7 +235,9 @@ class ModelVerifier:
 
     def count_original_calls(self) -> Counter[str]:
         """Return the number of calls of each block in the current sandbox that ran the original forward."""
-        return Counter({n: f.counts.original - self.before[n].original for n, f in self.forwards.items()})
+        return Counter(
+            {name: f.counts.original - self.counts_before[name].original for name, f in self.forwards.items()}
+        )
 
     def find_cause(self, subject: Subject, later: LaterCall, options: RunOptions) -> str:
         """Find the property of a failed call that makes it fail, by leaving out one at a time."""
@@ -292,57 +294,73 @@ class ModelVerifier:
         return f"{snapshot.pass_name} ({snapshot.rule})" if snapshot.rule else snapshot.pass_name
 
 
-def add_calls(ran: Counter[str], now: CallCounts, before: CallCounts) -> None:
-    """Add the calls between two counts to `ran`."""
-    ran["rewritten"] += now.rewritten - before.rewritten
-    ran["original"] += now.original - before.original
+def add_calls(total: Counter[str], now: CallCounts, before: CallCounts) -> None:
+    """Add the calls between two counts to `total`."""
+    total["rewritten"] += now.rewritten - before.rewritten
+    total["original"] += now.original - before.original
 
 
-def build_path_rows(ran: Mapping[str, Counter[str]], nothing: str) -> list[Row]:
+def build_path_rows(counts: Mapping[str, Counter[str]], note_if_none: str) -> list[Row]:
     """Build rows that fail unless each block ran its rewritten code in every call.
 
     Args:
-        nothing: the note of the failed row if no block is rewritten.
+        counts: the calls of each block, by the code that they ran.
+        note_if_none: the note of the failed row if no block is rewritten.
     """
-    if not ran:
-        return [Row("", "rewritten blocks", "path", ok=False, error=math.inf, note=nothing)]
+    if not counts:
+        return [Row("", "rewritten blocks", "path", ok=False, error=math.inf, note=note_if_none)]
     rows = []
-    for name, counts in ran.items():
-        note = f"{counts['rewritten']} calls ran rewritten, {counts['original']} ran the original"
-        ok = counts["rewritten"] > 0 and not counts["original"]
-        rows.append(Row(name, "rewritten path", "path", ok, float(counts["original"]), note=note))
+    for name, calls in counts.items():
+        note = f"{calls['rewritten']} calls ran rewritten, {calls['original']} ran the original"
+        ok = calls["rewritten"] > 0 and not calls["original"]
+        rows.append(Row(name, "rewritten path", "path", ok, float(calls["original"]), note=note))
     return rows
 
 
 def _check_initial_state(compiled: nn.Module, reference: nn.Module, shares: Shares | None) -> list[Row]:
     """Return failed rows for differences before any run: names, weights, buffers or modes."""
+    is_fx_graph = is_graph(compiled, reference)
+    rows = _check_tensors(compiled, reference, shares, is_fx_graph)
+    if not is_fx_graph:  # a graph keeps its mode of capture, whatever its flag says
+        rows += _check_modes(compiled, reference)
+    return sorted(rows, key=lambda row: row.name)
+
+
+def _check_tensors(compiled: nn.Module, reference: nn.Module, shares: Shares | None, is_fx_graph: bool) -> list[Row]:
+    """Return failed rows for parameters and buffers that one model lacks, or that differ."""
     rows = []
-    is_graph_of_it = is_graph(compiled, reference)
     stacked, elsewhere = (shares.stacked, shares.elsewhere) if shares else ({}, frozenset())
-    for kind, held in (("grad_param", nn.Module.named_parameters), ("buffer", nn.Module.named_buffers)):
-        ours, theirs = (dict(held(model, remove_duplicate=False)) for model in (compiled, reference))
-        unlike = ours.keys() ^ theirs.keys() - elsewhere
-        if is_graph_of_it:  # a graph lacks unused parameters
-            unlike &= ours.keys()
-        for name in unlike:
+    for kind, list_tensors in (("grad_param", nn.Module.named_parameters), ("buffer", nn.Module.named_buffers)):
+        ours, theirs = (dict(list_tensors(model, remove_duplicate=False)) for model in (compiled, reference))
+        missing = ours.keys() ^ theirs.keys() - elsewhere
+        if is_fx_graph:  # a graph lacks unused parameters
+            missing &= ours.keys()
+        for name in missing:
             note = f"only the {'compiled model' if name in ours else 'reference'} has it"
             rows.append(Row("", name, kind, ok=False, error=math.inf, note=note))
         for name in ours.keys() & theirs.keys():
-            a: Any = to_local(ours[name])
-            b = theirs[name]
-            if name in stacked:
-                b = stacked[name].select_local(b.detach())
-            if a is not b and not (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b.to(a.device))):
+            own: Any = to_local(ours[name])
+            given = stacked[name].select_local(theirs[name].detach()) if name in stacked else theirs[name]
+            is_alike = own.shape == given.shape and own.dtype == given.dtype
+            if own is not given and not (is_alike and torch.equal(own, given.to(own.device))):
                 rows.append(Row("", name, "state", ok=False, error=math.inf, note=OTHER_VALUES))
-    modes = dict(reference.named_modules())
-    if is_graph_of_it:
-        modes = {}  # a graph keeps its mode of capture, whatever its flag says
-    other = [n for n, m in compiled.named_modules() if n in modes and modes[n].training != m.training]
-    for name in [n for n in other if not n or n.rpartition(".")[0] not in other]:  # omit descendants
-        ours, theirs = _format_mode(compiled.get_submodule(name)), _format_mode(modes[name])
-        note = f"compiled is in {ours} mode, the reference in {theirs} mode"
+    return rows
+
+
+def _check_modes(compiled: nn.Module, reference: nn.Module) -> list[Row]:
+    """Return failed rows for modules in another mode than in the reference, without those inside of such a module."""
+    rows, references = [], dict(reference.named_modules())
+    differing = {
+        name: module
+        for name, module in compiled.named_modules()
+        if name in references and references[name].training != module.training
+    }
+    for name, module in differing.items():
+        if name and name.rpartition(".")[0] in differing:
+            continue
+        note = f"compiled is in {_format_mode(module)} mode, the reference in {_format_mode(references[name])} mode"
         rows.append(Row("", f"{name or 'model'}.training", "state", ok=False, error=1.0, note=note))
-    return sorted(rows, key=lambda row: row.name)
+    return rows
 
 
 def is_graph(compiled: nn.Module, reference: nn.Module) -> bool:
