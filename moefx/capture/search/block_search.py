@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
@@ -34,6 +34,8 @@ from .named_experts import find_named_experts
 from .skipped_calls import SkipPlan, plan_skipped_calls
 
 UNKNOWN_WRITES = "does not run on abstract tensors, so its writes are unknown", "let it run on meta tensors"
+_MAX_OPAQUE = 64  # results of modules that run on real tensors only
+_MAX_CHAIN = 4  # modules around a selection that are tried as a block
 
 
 @dataclasses.dataclass
@@ -82,18 +84,24 @@ class BlockCandidates:
         """
         if not self.objects and not all_objects:
             return None
-        ran = self.equal_modules.get(call.name)  # the equal module that ran instead
-        run = call if ran is None else self.calls[ran]
+        equal = self.equal_modules.get(call.name)  # the equal module that ran instead
+        run = call if equal is None else self.calls[equal]
         return plan_skipped_calls(run.args, run.kwargs, None if all_objects else self.objects, run.inner)
-
-
-_MAX_OPAQUE = 64
 
 
 def _describe_argument(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), value.dtype)
     return value if isinstance(value, (int, float, str, bool, type(None))) else type(value).__name__
+
+
+class _FailedCall(NamedTuple):
+    """A call of a module that raised. `key`: see `OpaqueModules.results`."""
+
+    key: tuple
+    module: nn.Module
+    args: tuple
+    kwargs: dict[str, Any]
 
 
 class OpaqueModules:
@@ -106,26 +114,24 @@ class OpaqueModules:
 
     def __init__(self) -> None:
         self.results: dict[tuple, Any] = {}
-        self.failed: tuple[tuple, nn.Module, tuple, dict[str, Any]] | None = None
+        self.failed: _FailedCall | None = None
 
     def run_failed(self) -> bool:
-        """Run the failed module on real tensors. Returns whether this gave results that were missing."""
-        if self.failed is None:
-            return False
-        key, module, args, kwargs = self.failed
-        if key in self.results or len(self.results) == _MAX_OPAQUE:
+        """Run the failed module on real tensors. Return whether this gave results that were missing."""
+        failed = self.failed
+        if failed is None or failed.key in self.results or len(self.results) == _MAX_OPAQUE:
             return False
         try:
-            self.results[key] = run_for_layouts(module, args, kwargs)
+            self.results[failed.key] = run_for_layouts(failed.module, failed.args, failed.kwargs)
         except Exception:  # an error of the user's code, which the caller has already
             return False
         return True
 
 
 def search_blocks(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> BlockCandidates:
-    """Run `model` once on abstract floats, and return its candidate blocks.
+    """Run `model` on abstract floats, and return its candidate blocks.
 
-    A module that does not run on abstract floats runs on random numbers of the same shapes.
+    A module that does not run on abstract floats runs on random numbers of the same shapes, and the model again.
 
     Raises:
         Exception: an error of the model.
@@ -133,26 +139,26 @@ def search_blocks(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Bloc
     opaque = OpaqueModules()
     while True:
         try:
-            return _SearchRun(model, opaque, share=True).run(args, kwargs)
-        except Exception as error:  # the parent may read something that an equal module leaves when it runs
+            return _SearchRun(model, opaque, reuses_results=True).run(args, kwargs)
+        except Exception as error:
             if is_internal_error(error):
                 raise
-            try:
-                return _SearchRun(model, opaque, share=False).run(args, kwargs)
-            except Exception:
-                if not opaque.run_failed():
-                    raise
+        try:  # the parent may read something that an equal module leaves when it runs
+            return _SearchRun(model, opaque, reuses_results=False).run(args, kwargs)
+        except Exception:
+            if not opaque.run_failed():
+                raise
 
 
 class _SearchRun:
     """One abstract run of a model, and its `CaptureObserver`.
 
     Args:
-        share: run equal modules with equal arguments once.
+        reuses_results: run equal modules with equal arguments once.
     """
 
-    def __init__(self, model: nn.Module, opaque: OpaqueModules, share: bool):
-        self.model, self.opaque, self.share = model, opaque, share
+    def __init__(self, model: nn.Module, opaque: OpaqueModules, reuses_results: bool):
+        self.model, self.opaque, self.reuses_results = model, opaque, reuses_results
         opaque.failed = None
         self.paths = {id(m): n for n, m in model.named_modules()}
         self.signatures = {id(m): compute_signature(m) for m in model.modules()}
@@ -169,21 +175,26 @@ class _SearchRun:
         routing = Routing("diverse", 0)
         nodes = capture_block(self.model, _make_abstract(args), _make_abstract(kwargs), routing, observer=self).nodes
         signatures = {n: self.signatures[id(m)] for n, m in self.model.named_modules()}
-        chosen_in = dict.fromkeys(name for name, position in self._selections if _index_is_used(nodes, position))
-        chains = [_list_chain(name, signatures, self.calls) for name in chosen_in]
-        covered = {n for chain in chains for n in chain}
-        branches = set()
+        selecting = dict.fromkeys(name for name, position in self._selections if _is_index_used(nodes, position))
+        chains = [_list_chain(name, signatures, self.calls) for name in selecting]
+        covered = {name for chain in chains for name in chain}
+        branches = set[str]()
         structural = find_expert_like(self.model)
-        made_by = {n: name for name in self.equal_modules for n in self.calls[name].outputs}
-        structural |= {name: [] for name in find_named_experts(nodes, made_by, structural.keys() | covered)}
+        makers = {node: name for name in self.equal_modules for node in self.calls[name].outputs}
+        structural |= {name: [] for name in find_named_experts(nodes, makers, structural.keys() | covered)}
         for name, parts in structural.items():
             if name in self.calls and name not in covered:
                 chains.append(_list_chain(name, signatures, self.calls))
                 if _are_parallel([self.calls[p] for p in parts if p in self.calls]):
                     branches.add(name)
-        chains = [c for c in chains if c]
         return BlockCandidates(
-            chains, self.calls, self.equal_modules, branches, set(structural), has_attention(nodes), self.objects
+            chains=[chain for chain in chains if chain],
+            calls=self.calls,
+            equal_modules=self.equal_modules,
+            branches=branches,
+            structural=set(structural),
+            has_attention=has_attention(nodes),
+            objects=self.objects,
         )
 
     def wrap_call(self, tracer: Tracer, original: Callable) -> Callable:
@@ -193,9 +204,7 @@ class _SearchRun:
             name = self.paths.get(id(module))
             if name is None or tracer.whole_op_depth or not tracer.is_own_thread():
                 return original(module, *args, **kwargs)
-            for passed in iterate_objects(args, kwargs):
-                items = copy_items(passed) if find_base_type(passed) is not None else None
-                self._passed.setdefault(id(passed), (passed, items))
+            self._note_objects(args, kwargs)
             if name == "":
                 surveyed = self.calls.setdefault("", SurveyedCall("", args, kwargs))
                 return self._run_inside(tracer, surveyed, original, module, args, kwargs)
@@ -203,12 +212,12 @@ class _SearchRun:
             key = (self.signatures[id(module)], tuple(leaves))
             surveyed = SurveyedCall(name, args, kwargs, _find_nodes(tracer, (args, kwargs)))
             self.calls.setdefault(name, surveyed)
-            known = self._first.get(key) if self.share and any(True for _ in module.children()) else None
-            if known is not None and known[0] != name:
-                out = _make_fresh(tracer, known[1], surveyed.inputs)
+            equal, known_result = self._first.get(key, (name, None))
+            if self.reuses_results and equal != name and any(True for _ in module.children()):
+                out = _make_fresh(tracer, known_result, surveyed.inputs)
                 if out is not None:
-                    self.equal_modules[name] = known[0]
-                    self._log_results(tracer, surveyed, out, self._changes.get(known[0], CallChanges()))
+                    self.equal_modules[name] = equal
+                    self._log_results(tracer, surveyed, out, self._changes.get(equal, CallChanges()))
                     return out
             if key in self.opaque.results:
                 out = _make_fresh(tracer, self.opaque.results[key], surveyed.inputs)
@@ -219,7 +228,7 @@ class _SearchRun:
             try:
                 out = self._run_inside(tracer, surveyed, original, module, args, kwargs)
             except Exception:
-                self.opaque.failed = self.opaque.failed or (key, module, args, kwargs)
+                self.opaque.failed = self.opaque.failed or _FailedCall(key, module, args, kwargs)
                 raise
             if before is not None:
                 self._changes[name] = before.find_changes(out)
@@ -228,6 +237,12 @@ class _SearchRun:
             return out
 
         return run_or_reuse
+
+    def _note_objects(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Note the objects among the arguments of a call, and the items of containers before their first call."""
+        for passed in iterate_objects(args, kwargs):
+            items = copy_items(passed) if find_base_type(passed) is not None else None
+            self._passed.setdefault(id(passed), (passed, items))
 
     def _run_inside(
         self, tracer: Tracer, call: SurveyedCall, original: Callable, module: nn.Module, args: tuple, kwargs: Any
@@ -275,23 +290,29 @@ def _make_abstract(tree: Any) -> Any:
 
 
 def _find_nodes(tracer: Tracer, tree: Any) -> list[fx.Node]:
+    """Return the nodes of the tensors in arguments or results, also of those in dataclasses."""
+    nodes: list[fx.Node] = []
+
+    def add_node(tensor: torch.Tensor) -> torch.Tensor:
+        nodes.append(tracer.node_of(tensor))
+        return tensor
+
     with suspend_modes(), torch.DisableTorchFunction():
-        nodes: list[fx.Node] = []
-        open_dataclasses(tree, lambda t: (nodes.append(tracer.node_of(t)), t)[1])
-        return nodes
+        open_dataclasses(tree, add_node)
+    return nodes
 
 
 def _are_parallel(calls: list[SurveyedCall]) -> bool:
     """Return whether the second of some calls does not use the result of the first."""
     if len(calls) < 2:
         return False
-    seen, stack = set(), list(calls[1].inputs)
+    ancestors, stack = set[fx.Node](), list(calls[1].inputs)
     while stack:
-        n = stack.pop()
-        if n not in seen:
-            seen.add(n)
-            stack += [*n.all_input_nodes, *n.meta.get("again", ())]
-    return not seen & set(calls[0].outputs)
+        node = stack.pop()
+        if node not in ancestors:
+            ancestors.add(node)
+            stack += [*node.all_input_nodes, *node.meta.get("again", ())]  # of a reused result: see `_make_fresh`
+    return ancestors.isdisjoint(calls[0].outputs)
 
 
 def _make_fresh(tracer: Tracer, out: Any, inputs: list[fx.Node]) -> Any:
@@ -317,7 +338,7 @@ def _make_fresh(tracer: Tracer, out: Any, inputs: list[fx.Node]) -> Any:
         return pytree.tree_map_only(torch.Tensor, fresh, out)
 
 
-def _index_is_used(nodes: list[fx.Node], position: int) -> bool:
+def _is_index_used(nodes: list[fx.Node], position: int) -> bool:
     """Return whether the indices of a selection are used. A softmax, for example, uses only the values of a `max`."""
     selection = next((n for n in nodes[position : position + 4] if n.op == "call_function"), None)
     if selection is None:
@@ -331,10 +352,10 @@ def _list_chain(name: str, signatures: dict[str, tuple], calls: dict[str, Survey
     signature, chain = signatures[name], []
     while True:
         inside = f"{name}." if name else ""
-        if sum(1 for n, s in signatures.items() if s == signature and n.startswith(inside)) > 1 and chain:
+        if chain and sum(1 for n, s in signatures.items() if s == signature and n.startswith(inside)) > 1:
             return chain
         if name in calls:
             chain.append(name)
-        if not name or len(chain) == 4:
+        if not name or len(chain) == _MAX_CHAIN:
             return chain
         name = name.rpartition(".")[0]
