@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,14 +15,13 @@ from ..errors import InvalidInput, summarize_error
 from .casts import NoCopies
 from .decisions import largest_magnitude
 from .numeric_precision import Perturbation, disable_autocast, find_common_dtype, find_working_precision
-from .policy import Pair, Row, Tolerance, fill_missing_gradient, judge, judge_all, tolerance
+from .policy import Row, Tolerance, tolerance
+from .result_rows import build_rows
 from .routing_tape import AlignMode, CannotReplay, RecordingMode, ReplayMode, RoutingRow, Scope, Tape
 from .sandbox import (
-    SECOND_BACKWARD,
     Call,
     Casts,
     Inputs,
-    Key,
     Parameters,
     Run,
     RunOptions,
@@ -36,8 +35,7 @@ if TYPE_CHECKING:
     from .rank_shares import Shares
 
 MAX_NOISE_RUNS = 8
-HOPELESS = 8.0  # an error of this many bounds cannot be rounding: stop sampling the noise
-
+MAX_NOISE_RATIO = 8.0  # an error of this many bounds cannot be rounding: stop sampling the noise
 NO_TRUTH = "no float64 truth"
 
 
@@ -155,12 +153,11 @@ class CallChain:
             if is_brief and not tol.is_half:  # in 16 bits correct results rarely agree closely enough
                 compiled = self._run_compiled()
                 if isinstance(compiled, Run):
-                    rows = self._judge_runs(original, compiled, original)
+                    rows = self._build_rows(original, compiled, original)
                     if self._find_worst_ratio(rows) <= 1:
                         return Comparison(rows, self.routing, notes)
-                self._boxes.pop(
-                    "compiled", None
-                )  # run it again after the truth has measured the rounding of the routers
+                # run it again after the truth has measured the rounding of the routers
+                self._boxes.pop("compiled", None)
             return self._apply_rule(original, notes)
 
     def _apply_rule(self, original: Run, notes: list[str]) -> Comparison:
@@ -175,17 +172,17 @@ class CallChain:
         compiled = self._run_compiled()
         if isinstance(compiled, Row):
             return Comparison([compiled], self.routing, notes)
-        rows = self._judge_runs(original, compiled, truth)
+        rows = self._build_rows(original, compiled, truth)
         noise: list[Run] = []
         while (ratio := self._find_worst_ratio(rows)) > 1 and len(noise) < MAX_NOISE_RUNS:
-            if noise and ratio > HOPELESS:
+            if noise and ratio > MAX_NOISE_RATIO:
                 break
             run = self._run_noise(seed=len(noise))
             if self._is_true_on_any_rank(run is None):
                 break
             assert run is not None
             noise.append(self._select_shares(run, self.dtype))
-            rows = self._judge_runs(original, compiled, truth, noise)
+            rows = self._build_rows(original, compiled, truth, noise)
         return Comparison(rows, self.routing, notes)
 
     @property
@@ -202,6 +199,11 @@ class CallChain:
         )
 
     def _run_original_or_raise(self, notes: list[str]) -> Run:
+        """Run the original. If it fails on any rank, raise on all of them, and drop the call from the chain.
+
+        Raises:
+            InvalidInput: it raises an error that inputs may cause. Other errors pass through.
+        """
         failed, original = None, None
         try:
             original = self._run_original(notes)
@@ -267,15 +269,16 @@ class CallChain:
         run, why = None, "it does not run on another rank"
         try:
             with disable_autocast():  # autocast would round the truth
-                run = self._run_sandbox(
-                    "truth", lambda call: ReplayMode(call.tape, self.scope, promote=True), self.subject.exact
-                )
+                run = self._run_sandbox("truth", self._replay_promoted, self.subject.exact)
         except Exception as error:  # the user's code: no float64 kernel, a fixed dtype, out of memory, ...
             why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         if self._is_true_on_any_rank(run is None):
             return why
         assert run is not None
         return self._select_shares(run, torch.float64)
+
+    def _replay_promoted(self, call: _Call) -> ReplayMode:
+        return ReplayMode(call.tape, self.scope, promote=True)
 
     def _is_true_on_any_rank(self, value: bool) -> bool:
         """Decide together with all ranks if the decision changes the number of collectives."""
@@ -304,26 +307,32 @@ class CallChain:
         shares = self.subject.shares
         return run if shares is None else shares.reduce_reference(run, self.subject.original, dtype)
 
-    def _run_sandbox(self, which: str, mode_of: Callable[[_Call], Any], parameters: Parameters | None = None,
-            change: Callable[[Tensor], Tensor] = lambda t: t) -> Run:  # fmt: skip
+    def _run_sandbox(
+        self,
+        which: str,
+        make_mode: Callable[[_Call], Any],
+        parameters: Parameters | None = None,
+        change: Callable[[Tensor], Tensor] = lambda t: t,
+    ) -> Run:
         """Run the current call in the sandbox of the earlier ones. A new sandbox first runs the earlier calls.
 
         Args:
             which: "original", "truth", "compiled" or "noise".
-            mode_of: makes the dispatch mode of a call.
+            make_mode: makes the dispatch mode of a call.
+            parameters: the cast of the parameters in a new sandbox; None: to the precision under test.
             change: applied to floating-point inputs.
         """
         dtype = torch.float64 if which == "truth" else self.dtype
         is_compiled = which == "compiled"
         if which in self._boxes:
-            box, done = self._boxes.pop(which)  # a sandbox whose call raises is not reused
+            box, num_done = self._boxes.pop(which)  # a sandbox whose call raises is not reused
         else:
             module = self.subject.compiled if is_compiled else self.subject.original
-            box, done = make_sandbox(module, parameters or self.subject.working, dtype), 0
+            box, num_done = make_sandbox(module, parameters or self.subject.working, dtype), 0
             self.subject.prepare(box, which, self.scope)
         run = None
-        for call in self.calls[done:]:
-            mode = mode_of(call)
+        for call in self.calls[num_done:]:
+            mode = make_mode(call)
             with contextlib.ExitStack() as stack:
                 if mode is not None and mode.promote:
                     stack.enter_context(NoCopies(find_common_dtype(self.subject.original, call.inputs)))
@@ -336,58 +345,7 @@ class CallChain:
         self._boxes[which] = box, len(self.calls)
         return run
 
-    def _judge_runs(self, original: Run, compiled: Run, truth: Run, noise: list[Run] | None = None) -> list[Row]:
-        rows: list[Row] = []
-        pairs: dict[int, Pair] = {}  # tensors to judge together, by the index of their row
-        changed = original.changed | compiled.changed
-        sizes = {
-            key: largest_magnitude(t)
-            for key, t in original.values.items()
-            if key[0].startswith("grad") and t is not None
-        }
-        first = max((n for (_, name), n in sizes.items() if not name.endswith(SECOND_BACKWARD)), default=0.0)
-        largest = max(sizes.values(), default=0.0)
-        for key in (*original.values, *(k for k in compiled.values if k not in original.values)):
-            kind, name = key
-            row = Row(self.subject.block, name, kind, ok=False, case=self.call.case)
-            if kind in ("buffer", "state") and key not in changed:
-                continue
-            if self.subject.shares is not None and name.endswith(".requires_grad") and _is_empty(original, name):
-                continue  # a rank without tokens takes part in the backward of the others
-            if name.endswith(".requires_grad") and _has_zeros_alone(original, compiled, key):
-                continue
-            if key in original.values and original.values[key] is None and key not in compiled.values:
-                continue  # a graph lacks unused parameters
-            if key not in original.values or key not in compiled.values:
-                note = "only in the original" if key in original.values else "only in the compiled model"
-                rows.append(dataclasses.replace(row, error=math.inf, note=note))
-                continue
-            ours, theirs = fill_missing_gradient(compiled.values[key], original.values[key])
-            if ours is None or theirs is None:
-                continue  # no gradient in either
-            exact = [run.values.get(key) for run in (truth, *(noise or ()))]
-            exact = [torch.zeros_like(theirs) if t is None else t for t in exact]
-            exact[0] = exact[0] if exact[0].shape == theirs.shape else theirs
-            unit = (largest if name.endswith(SECOND_BACKWARD) else first) if kind.startswith("grad") else 0.0
-            if noise:
-                row = judge(row, ours, theirs, exact[0], self.call.tol, exact[1:], unit)
-            else:
-                pairs[len(rows)] = Pair(row, ours, theirs, exact[0], unit)
-            rows.append(row)
-        for at, row in zip(pairs, judge_all(list(pairs.values()), self.call.tol), strict=True):
-            rows[at] = row
-        return [row for row in rows if not (row.ok and row.name.endswith(".requires_grad"))]
-
-
-def _is_empty(run: Run, name: str) -> bool:
-    output = run.values.get(("output", name.removesuffix(".requires_grad")))
-    return output is not None and not output.numel()
-
-
-def _has_zeros_alone(original: Run, compiled: Run, key: Key) -> bool:
-    """Return whether an output requires grad in the compiled model only, as when the original skips all experts.
-
-    The gradients are compared too, and must be zero.
-    """
-    ours, theirs = compiled.values.get(key), original.values.get(key)
-    return ours is not None and theirs is not None and bool(ours) and not bool(theirs)
+    def _build_rows(self, original: Run, compiled: Run, truth: Run, noise: Sequence[Run] = ()) -> list[Row]:
+        named = Row(self.subject.block, "", "", ok=False, case=self.call.case)
+        is_shared = self.subject.shares is not None
+        return build_rows(named, self.call.tol, original, compiled, truth, noise, is_shared=is_shared)
