@@ -83,7 +83,7 @@ class _OpsWithoutGradient:
     """Run the ops of a call that needs no gradient."""
 
     def run(self, op: Op, index: int, *args: Any, **kwargs: Any) -> Any:
-        return _run_op(op, args, kwargs)[-1]
+        return _run_op(op, args, {**kwargs, **op.without_backward})[-1]
 
 
 class _OpCall:
@@ -152,10 +152,10 @@ class _RecordedOps:
 
     def run(self, op: Op, index: int, *args: Any, **kwargs: Any) -> Any:
         numbers, needs = self.wiring.arguments[index], self.needs
-        used, kwargs, outputs = _run_op(op, args, kwargs)
         needed = tuple([any([needs[n] for n in value_numbers]) for value_numbers in numbers])
         if op.derivative is None or not any(needed):
-            return outputs
+            return _run_op(op, args, {**kwargs, **op.without_backward})[-1]
+        used, kwargs, outputs = _run_op(op, args, kwargs)
         call = _OpCall(op, index, needed, self.makers[numbers[-1][-1]] if numbers[-1] else None)
         op.derivative.save(call, used, kwargs, outputs)
         call.choice = recomputed_choice.note_choice(op.name, [used[i] for i in op.choice_arguments], call.to_save)

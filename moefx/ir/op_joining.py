@@ -111,7 +111,7 @@ def _compile_joined(inputs: Sequence[Node], calls: Sequence[Node], outputs: Sequ
         made = values[call] = graph.call_method("run", arguments, kwargs)
         made.name = call.name
         count = num_results(call)
-        if count is not None:
+        if count is not None and not _get_op(call).without_backward:  # it has fewer results without a backward
             made.meta["val"] = (None,) * count
         for node, position in _list_result_nodes(call).items():
             if node is not call:

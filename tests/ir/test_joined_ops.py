@@ -147,6 +147,20 @@ def test_unused_results_have_no_number_of_another(compiled):
     assert torch.equal(x.grad, torch.full_like(x, 2.0)) and weights.grad is None
 
 
+def test_calls_without_gradients_keep_no_activations(compiled, monkeypatch):
+    experts, policies = registry["expert_mlp"], []
+    stock = experts.run
+    monkeypatch.setattr(experts, "run", lambda *a, keep, **k: policies.append(keep) or stock(*a, keep=keep, **k))
+    x = torch.randn(T, D)
+    wanted = compiled(x)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), wanted)
+    frozen = copy.deepcopy(compiled).requires_grad_(False)
+    assert torch.equal(frozen(x), wanted)
+    assert torch.equal(frozen(x.requires_grad_()), wanted)
+    assert policies == ["h", "none", "none", "h"]
+
+
 def test_each_op_that_keeps_activations_has_its_own_node(compiled):
     (forward,) = find_rewritten_blocks(compiled).values()
     block = forward.programs[0].history.graph.copy()

@@ -35,6 +35,7 @@ _CONTRACT = (
     "ScalarType? dtype=None, float? stash=None) -> Tensor[]",
     contract=f"{_CONTRACT} -> rows[B,D]",
     keeps_activations=True,
+    without_backward={"keep": "none", "stash": None},
 )
 def expert_mlp(
     *args: Any,

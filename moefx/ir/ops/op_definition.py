@@ -15,12 +15,11 @@ Ops are defined through `torch.library.Library.define`, since its calls take abo
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
-import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -29,6 +28,7 @@ from torch import Tensor
 from ...errors import DoubleBackward, InvalidInput
 from ..guards import recomputed_choice
 from ..op_providers import Provider, choose_provider, registry
+from .op_contract import Contract, check_equal, format_shape
 from .partial_backward import BackwardRuns, keeps_graph
 
 NAMESPACE = "moefx"
@@ -65,29 +65,6 @@ class Derivative(NamedTuple):
     backward: Callable[..., Sequence[Any]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Contract:
-    """The shapes of an op's tensors in named letters. A letter has the same size everywhere; `_` is any size.
-
-    Attributes:
-        inputs: argument name -> letters, without arguments that are lists of tensors.
-        outputs: result name -> letters.
-    """
-
-    text: str
-    inputs: dict[str, tuple[str, ...]]
-    outputs: dict[str, tuple[str, ...]]
-
-    @classmethod
-    def parse(cls, text: str) -> Contract:
-        def side(part: str) -> dict[str, tuple[str, ...]]:
-            tensors = re.findall(r"(\w+)\[([^\]*]+)\]", part)  # lists of tensors are written name[*]
-            return {name: tuple(dims.split(",")) for name, dims in tensors}
-
-        before, _, after = text.partition("->")
-        return cls(text, side(before), side(after))
-
-
 class Op:
     """A `torch.library` op in namespace `moefx`. Calling it calls the registered overload.
 
@@ -96,10 +73,20 @@ class Op:
         contract: the shapes, one line.
         reference: the readable implementation on plain torch tensors (any device, any floating dtype).
         keeps_activations: its backward keeps rows of activations. At most one such op is in a node of joined ops.
+        without_backward: keyword arguments of a call without a backward. It returns the first result alone.
     """
 
-    def __init__(self, schema: str, *, contract: str, reference: Callable[..., Any], keeps_activations: bool = False):
+    def __init__(
+        self,
+        schema: str,
+        *,
+        contract: str,
+        reference: Callable[..., Any],
+        keeps_activations: bool = False,
+        without_backward: Mapping[str, Any] = types.MappingProxyType({}),
+    ):
         self.name, self.keeps_activations = schema.partition("(")[0], keeps_activations
+        self.without_backward = without_backward
         self.contract = Contract.parse(contract)
         self.reference = reference
         self.providers: dict[str, Provider] = {}
@@ -147,7 +134,7 @@ class Op:
             shape = value.shape
             if len(shape) != len(dims):
                 raise InvalidInput(
-                    f"moefx::{self.name}: {name} has shape {_format_shape(shape)}, expected [{','.join(dims)}]"
+                    f"moefx::{self.name}: {name} has shape {format_shape(shape)}, expected [{','.join(dims)}]"
                 )
             for letter, size in zip(dims, shape, strict=True):
                 if letter == "_":
@@ -156,7 +143,7 @@ class Op:
                     letter, size = "E", size - 1
                 known = sizes.setdefault(letter, size)
                 if known is not size:
-                    _check_equal(known, size, f"moefx::{self.name}", name, shape, dims, letter)
+                    check_equal(known, size, f"moefx::{self.name}", name, shape, dims, letter)
 
     # -- registration around the implementation
 
@@ -292,9 +279,9 @@ def unpack_saved(ctx: Any) -> Sequence[Any]:
     return saved
 
 
-def op(schema: str, *, contract: str, keeps_activations: bool = False) -> Callable[[Callable[..., Any]], Op]:
+def op(schema: str, *, contract: str, **options: Any) -> Callable[[Callable[..., Any]], Op]:
     """Return a decorator that makes `Op(schema, ..., reference=the decorated function)`."""
-    return lambda reference: Op(schema, contract=contract, reference=reference, keeps_activations=keeps_activations)
+    return lambda reference: Op(schema, contract=contract, reference=reference, **options)
 
 
 def iterate_items(args: Sequence[Any]) -> Iterator[Any]:
@@ -381,20 +368,3 @@ def skip_in_dynamo(function: Callable[..., Any]) -> None:
 
 
 skip_in_dynamo(Op.run)
-
-
-def _format_shape(shape: Sequence[Any]) -> str:
-    return f"[{', '.join(map(str, shape))}]"
-
-
-def _check_equal(known: Any, size: Any, op: str, name: str, shape: Any, dims: Sequence[str], letter: str) -> None:
-    def message() -> str:
-        return (
-            f"{op}: {name} has shape {_format_shape(shape)} for [{','.join(dims)}], but {letter} is {known} elsewhere"
-        )
-
-    if isinstance(known, int) and isinstance(size, int):
-        if known != size:
-            raise InvalidInput(message())
-    else:
-        torch._check(known == size, message)
