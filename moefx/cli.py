@@ -31,6 +31,7 @@ BENCHMARKS = {
     "layers": "training steps of four Qwen3-30B-A3B layers",
     "platform": "this machine, for the planner: GEMMs, attention, copies, experts, exchanges",
     "ep": "a MoE layer over several GPUs beside one with all experts",
+    "train": "training steps over several GPUs by layout, beside the planner's predictions",
     "tune": "every configuration of every kernel",
     "report": "a table and a plot of what moe wrote",
 }

@@ -25,10 +25,11 @@ _SHOWN = 25  # kernels
 SYSTEMS = ("eager", "grouped_mm", "grouped_mm compiled", "moefx", "moefx compiled", "moefx backend")
 
 
-def build_model(system: str, layers: int) -> torch.nn.Module:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+def build_config(layers: int) -> Any:
+    """Return the configuration of a model with Qwen3-30B-A3B's layers and a smaller vocabulary."""
+    from transformers import Qwen3MoeConfig
 
-    config = Qwen3MoeConfig(
+    return Qwen3MoeConfig(
         vocab_size=32000,
         hidden_size=2048,
         num_hidden_layers=layers,
@@ -42,6 +43,12 @@ def build_model(system: str, layers: int) -> torch.nn.Module:
         use_cache=False,
         tie_word_embeddings=False,
     )
+
+
+def build_model(system: str, layers: int) -> torch.nn.Module:
+    from transformers import Qwen3MoeForCausalLM
+
+    config = build_config(layers)
     config._experts_implementation = "eager" if system in ("eager", "moefx", "moefx compiled") else "grouped_mm"
     torch.manual_seed(0)
     with torch.device("cuda"):
