@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from ..capture.arguments.block_arguments import Arguments
-from ..capture.sizes.size_guards import SizeGuard
+from ..capture.sizes.size_guards import SizeGuard, evaluate_size
 from ..inspection.proof_trace import ProbeRun
 from .capacity_formulas import Formula, find_formula
 from .lift.canonical_form import Body, CanonicalForm, NodeRef
@@ -126,7 +126,8 @@ class Match:
     def guards(self) -> list[SizeGuard]:
         """Comparisons of sizes with the same result in every capture.
 
-        A comparison with both results does not matter, since the captures agree on the form.
+        A comparison with both results does not matter, since the captures agree on the form. Calls without tokens are
+        excluded if their result was shown at one size only.
         """
         guards_by_capture = [form.capture.sizes.guards for form in self.forms]
         comparisons: list[dict[Any, list[SizeGuard]]] = [defaultdict(list) for _ in guards_by_capture]
@@ -137,9 +138,24 @@ class Match:
             self._generalize_bound(g, comparisons) for guards in guards_by_capture for g in guards
         )
         consistent = [*(g for g in generalized if all(g.holds(sizes) for sizes in self.sizes)), *self.extra_guards]
+        if unsure := next((g for g in generalized if self._is_coincidence_without_tokens(g)), None):
+            consistent.append(SizeGuard("*".join(self.arguments.dims), "ge", "1", True, source=unsure.source))
         return (
             [g for guard in consistent for g in self._restrict_to_tokens(guard)] if self.without_tokens else consistent
         )
+
+    def _is_coincidence_without_tokens(self, guard: SizeGuard) -> bool:
+        """Return whether a call without tokens has the result of a comparison that captures show at one size only.
+
+        A number that the program computes then fits several formulas: `max(1, n)` is 1 for one token, as `n` is.
+        """
+        with contextlib.suppress(ArithmeticError):
+            outcomes = {guard.holds(sizes) for sizes in self.sizes_without_tokens}
+            for outcome in outcomes if len({guard.holds(sizes) for sizes in self.sizes}) > 1 else ():
+                shown = {evaluate_size(guard.left, s) for s in self.sizes if guard.holds(s) is outcome}
+                if len(shown) == 1:
+                    return True
+        return False
 
     def _restrict_to_tokens(self, guard: SizeGuard) -> list[SizeGuard]:
         """Restrict a guard to sizes with tokens, if the block returns nothing without; drop it if it always holds."""

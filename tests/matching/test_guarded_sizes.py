@@ -360,3 +360,18 @@ def test_the_first_captures_of_a_guarded_program_differ_in_their_tokens():
         x = torch.randn(*lead, 6, dtype=torch.float64)
         torch.testing.assert_close(compiled(x), model(x))
     assert moefx.blocks(compiled)[0].fallbacks == 0
+
+
+@pytest.mark.parametrize("divisor", [lambda n: max(1, n), lambda n: max(n, 1), lambda n: n or 1])
+def test_a_mean_over_no_tokens_is_that_of_the_original(divisor):
+    """`max(1, n)` equals `n` for one token and for many, but not for none."""
+
+    class Mean(Loop):
+        def forward(self, x):
+            return super().forward(x), self.route(x)[0].sum(0) / divisor(x.shape[0])
+
+    torch.manual_seed(0)
+    model = Mean().double()
+    compiled = moefx.compile(model, example_inputs=draw_rows(18)[0])
+    for x in draw_rows(0, 1, 2, 31):
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-10, atol=1e-12)
