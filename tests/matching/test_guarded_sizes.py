@@ -12,6 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import moefx
+from moefx.capture.arguments.argument_interpretations import interpret_arguments
+from moefx.capture.arguments.size_collisions import ModelNumbers
+from moefx.capture.sizes.size_guards import SizeGuard
+from moefx.matching.facts.guarded_sizes import find_sequence, find_sizes
 
 from .. import blocks
 from ..blocks import D, Loop, Mlp
@@ -375,3 +379,11 @@ def test_a_mean_over_no_tokens_is_that_of_the_original(divisor):
     compiled = moefx.compile(model, example_inputs=draw_rows(18)[0])
     for x in draw_rows(0, 1, 2, 31):
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-10, atol=1e-12)
+
+
+def test_a_guard_that_excludes_all_tokens_has_no_other_sizes():
+    x = torch.zeros(2, 7, D)
+    arguments = next(iter(interpret_arguments((x,), {}, ModelNumbers.of(Loop()))))
+    guards = [SizeGuard("S", "eq", "0", True)]
+    assert find_sizes(arguments, guards, 8) == []
+    assert find_sequence(arguments, guards, 8) == arguments.choose_sequence(8)

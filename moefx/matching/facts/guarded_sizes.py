@@ -23,9 +23,11 @@ def find_sizes(arguments: Arguments, guards: Sequence[SizeGuard], tokens: int) -
     """Find sizes at which all guards hold, those of about `tokens` tokens first.
 
     The first three differ in each axis that a guard such as `S == 1` does not fix. The list is empty without three:
-    numbers that depend on the sizes would look like constants.
+    numbers that depend on the sizes would look like constants. It is also empty if a guard excludes all tokens.
     """
     fixed = _fixed(arguments, guards)
+    if 0 in fixed.values():
+        return []
     free = [dim for dim in arguments.dims if dim not in fixed]
     fitting = {tuple(s.values()): s for s in _candidates(arguments, free, fixed) if _hold(guards, s)}
     sorted_sizes = sorted(fitting.values(), key=_cost(arguments, tokens))
@@ -47,6 +49,8 @@ def find_sequence(arguments: Arguments, guards: Sequence[SizeGuard], tokens: int
     if _hold(guards, single_sequence):
         return single_sequence
     fixed = _fixed(arguments, guards)
+    if 0 in fixed.values():
+        return single_sequence
     free = [dim for dim in reversed(arguments.dims) if dim not in fixed]
     fewest = 0, single_sequence
     for long in free:  # the last axis first
