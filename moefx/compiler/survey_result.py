@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -83,6 +84,7 @@ class Survey:
 
     Attributes:
         has_attention: whether the model has attention.
+        traffic: see `BlockCandidates`.
         twin: the copy of the model that was surveyed, with the model's parameters and buffers. Captures swap parameters
             while others may use the model. The model itself if it cannot be copied.
         copies: maps each module of the model to its module in the twin; empty if the model cannot be copied.
@@ -96,6 +98,7 @@ class Survey:
     twin: nn.Module
     copies: dict[nn.Module, nn.Module]
     unchecked: tuple[str, ...] = ()
+    traffic: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def layout_by_name(self) -> dict[str, ExpertLayout]:

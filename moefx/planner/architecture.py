@@ -105,6 +105,8 @@ class Architecture:
         expert_bias: whether expert projections have biases.
         norms: RMSNorms in a layer.
         num_other: parameters outside of layers and embeddings.
+        pointwise_bytes: bytes of a token that element-wise operations of a layer read and write in a forward, without
+            those of routed experts; 0 if unknown. `describe` counts them in a run of the model.
         context: longest supported sequence in tokens, 0 if unknown.
         published: (total, active) parameters according to the authors, 0 if unpublished.
         source: origin of the sizes.
@@ -128,6 +130,7 @@ class Architecture:
     expert_bias: bool = False
     norms: int = 2
     num_other: int = 0
+    pointwise_bytes: int = 0
     context: int = 0
     published: tuple[float, float] = (0, 0)
     source: str = ""

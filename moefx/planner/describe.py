@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
 from .._plan import Plan
@@ -87,8 +88,22 @@ def describe_survey(model: nn.Module, survey: Survey) -> Architecture:
         expert_bias=has_biases,
         dense_size=round(sum(dense) / len(dense) / (matrices * d)) if dense else 0, vocab_size=vocab,
         is_tied=is_tied, norms=norms, num_other=outside - (d if norms else 0),
+        pointwise_bytes=_count_pointwise_bytes(survey, with_blocks, d),
         source=f"the modules of {path or 'the model, one block'}", note=note,
     )  # fmt: skip
+
+
+def _count_pointwise_bytes(survey: Survey, with_blocks: dict[str, str], d: int) -> int:
+    """Count a token's bytes in the layer that the survey ran. Equal layers did not run.
+
+    Args:
+        with_blocks: the block of each layer.
+    """
+    call = survey.matched[0].call
+    tensors = (t for t in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(t, torch.Tensor))
+    num_tokens = next((t.numel() // d for t in tensors if t.is_floating_point() and t.shape[-1] == d), 0)
+    traffic = (survey.traffic.get(layer, 0) - survey.traffic.get(block, 0) for layer, block in with_blocks.items())
+    return round(next(filter(None, traffic), 0) / num_tokens) if num_tokens else 0
 
 
 _SIZES = ("hidden_size", "num_experts", "top_k", "expert_size", "matrices", "parameters of experts")

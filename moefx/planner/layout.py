@@ -199,4 +199,5 @@ def _collect_model_values(model: Architecture) -> dict[str, float]:
         "N_expert": model.expert_parameters(), "N_rest": model.shared_parameters(), "N_ffn": model.dense_parameters(),
         "w_attn": a.query_width + a.kv_width + a.out_width, "w_latent": a.query_rank + a.kv_rank + a.rope_size,
         "w_scores": a.query_width + a.out_width, "N_other": model.num_other,
+        "w_point": model.pointwise_bytes,
     }  # fmt: skip

@@ -27,7 +27,7 @@ _PARTS = {
     "#CC3311": ("A_mask", "T_gather"),
     "#997700": ("A_router",),
     "#BBCC33": ("A_meta",),
-    "#DDAA33": ("A_buffers",),
+    "#DDAA33": ("A_buffers", "T_pointwise"),
 }
 _COLORS = {LABELS[name]: color for color, names in _PARTS.items() for name in names}
 

@@ -26,15 +26,19 @@ from .pipeline_order import compute_waiting_share
 from .platforms import Network, Platform
 from .sheet import Formula, Sheet, quantities, quantity
 
+# Part of the bandwidth of copies that element-wise kernels of an eager model reach, some of them on strided tensors.
+# Fitted to the layouts "fsdp" and "ep" of benchmarks/results/train_h200x2.jsonl.
+POINTWISE_RATE = 0.5
 TILE = 128  # rows, of the kernels' GEMMs on every target: moefx.lowering.triton.tile_configs
 
 M, PP, layers, moe_layers, n_mat = quantities("M PP l l_moe n_mat")
 n_again, n_up, n_attn, bubble_of = quantities("n_again n_up n_attn bubble_of")
 n_tp, n_g, n_p2p, n_grads, alpha_tp, alpha_pp = quantities("n_tp n_g n_p2p n_grads alpha_tp alpha_pp")
 L, L_moe, l_t, l_t_moe, h_t, T_model = quantities("L L_moe l_t l_t_moe h_t T_model")
-T_attention, T_experts, T_experts_step, T_rest, T_ffn, T_logits = quantities(
-    "T_attention T_experts T_experts_step T_rest T_ffn T_logits"
+T_attention, T_pointwise, T_experts, T_experts_step, T_rest, T_ffn, T_logits = quantities(
+    "T_attention T_pointwise T_experts T_experts_step T_rest T_ffn T_logits"
 )
+b, w_point = quantities("b w_point")
 T_exchange, T_counts, V_gather, V_p2p, V_tp, V_grad_dense, V_grad_experts = quantities(
     "T_exchange T_counts V_gather V_p2p V_tp V_grad_dense V_grad_experts"
 )
@@ -56,7 +60,8 @@ def _build_layer_formulas(layers: sympy.Expr, moe: sympy.Expr, logits: Any) -> d
     """
     again = n_again + n_up * (n_mat - 1) / n_mat
     return {
-        "T_compute": n_pass * (layers * T_attention + moe * T_rest + (layers - moe) * T_ffn + logits * T_logits)
+        "T_compute": n_pass
+        * (layers * (T_attention + T_pointwise) + moe * T_rest + (layers - moe) * T_ffn + logits * T_logits)
         + moe * (T_experts_step + again * T_experts),
         "T_alltoall": moe * ((4 + 2 * n_again) * T_exchange + (1 + n_again) * T_counts),
         "T_tp": layers * (2 + n_again) / 2 * (V_tp * beta_tp + 2 * (1 + n_attn) * n_tp * alpha_tp),
@@ -68,7 +73,11 @@ _STAGE = _build_layer_formulas(l_t, l_t_moe, h_t)
 STEP = Sheet(
     [
         Formula("n_pass", 3 + n_again, "1", "forwards: a backward is as long as two; one more if layers run again"),
-        Formula("T_compute", _STAGE["T_compute"], "s", "GEMMs and attention of a micro-batch, on the longest stage"),
+        Formula(
+            "T_pointwise", w_point * b * s / (POINTWISE_RATE * BW), "s",
+            "norms, rotary embeddings and other element-wise operations of a layer, forward",
+        ),
+        Formula("T_compute", _STAGE["T_compute"], "s", "the kernels of a micro-batch, on the longest stage"),
         Formula(
             "T_alltoall", _STAGE["T_alltoall"], "s",
             "dispatch and combine of a micro-batch, forward (again if layers run again) and backward",
@@ -177,11 +186,13 @@ def _correct_bubble(layout: Layout, values: dict[str, float], formulas: Sheet) -
     results = formulas(**values)
     layers, moe, again = values["l_t"], values["l_t_moe"], values["n_again"]
     dense = layers * results["T_attention"] + moe * results["T_rest"] + (layers - moe) * results["T_ffn"]
-    dense += values["h_t"] * results["T_logits"]
+    dense += values["h_t"] * results["T_logits"] + layers * results["T_pointwise"]
     scores = layers * results["F_scores"] / (values["peak"] * values["e_attn"])  # have no weights
     forward = dense + moe * (results["T_experts"] + 2 * results["T_exchange"] + results["T_counts"])
     forward += (results["T_tp"] + results["T_gather"]) / (2 + again) + results["T_params"] / 2
-    weights = dense - scores + moe * (results["T_experts_step"] - 2 * results["T_experts"])
+    weights = (
+        dense - scores - layers * results["T_pointwise"] + moe * (results["T_experts_step"] - 2 * results["T_experts"])
+    )
     shares = forward / results["T_micro"], weights / results["T_micro"]
     return values | {"bubble_of": compute_waiting_share(layout.schedule, layout.pp, layout.microbatches, *shares)}
 

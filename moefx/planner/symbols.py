@@ -29,6 +29,7 @@ SYMBOLS: dict[str, tuple[str, str]] = {
     "w_attn": ("1", "widths of q, k, v and of attention's output together"),
     "w_latent": ("1", "widths of the latent rows of attention (MLA), 0 without"),
     "w_scores": ("1", "widths of q and of attention's output together"),
+    "w_point": ("B", "bytes of a token that element-wise operations of a layer read and write, 0 if unknown"),
     "N_attn": ("1", "parameters of attention and norms, of a layer"),
     "N_expert": ("1", "parameters of an expert"),
     "N_rest": ("1", "parameters of router and shared experts, of a layer"),

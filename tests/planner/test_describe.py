@@ -10,8 +10,12 @@ from torch import nn
 
 import moefx
 from moefx.errors import NoMoEBlockFound, UnknownArchitecture
+from moefx.planner.breakdown import compute_time_parts
 from moefx.planner.constants import render_assumptions
 from moefx.planner.describe import describe
+from moefx.planner.layout import Layout
+from moefx.planner.platforms import find_platform
+from moefx.planner.step_formulas import POINTWISE_RATE
 
 from ..blocks import D, E, Gated, H, K, Loop, Mlp
 from ..distributed.models import Model
@@ -134,6 +138,25 @@ ATTENTIONS = {
 def test_attention_without_named_heads_is_counted(attend):
     found = describe(Layer(attend), (torch.zeros(9, D),))
     assert found.attention.num_heads == 1 and "nothing names its heads: counted as 1" in found.note
+
+
+def test_element_wise_operations_take_time():
+    """A residual of a layer reads twice and writes once, in each forward and the backward, which is as long as two."""
+
+    class Residual(Layer):
+        def forward(self, x):
+            return x + super().forward(x)
+
+    found = describe(nn.Sequential(nn.Sequential(Residual(), Residual())), (torch.zeros(9, D),))
+    assert found.pointwise_bytes == 3 * D * 4
+    assert describe(nn.Sequential(nn.Sequential(Layer(), Layer())), (torch.zeros(9, D),)).pointwise_bytes == 0
+    platform, layout = find_platform("h200"), Layout(tokens=64)
+    seconds = [
+        compute_time_parts(model, platform, layout).get("T_pointwise", 0.0)
+        for model in (found, found.replace(pointwise_bytes=0))
+    ]
+    moved = 3 * layout.tokens * found.pointwise_bytes * found.num_layers
+    assert seconds == [pytest.approx(moved / (POINTWISE_RATE * platform.memory_bandwidth)), 0]
 
 
 def test_no_attention_is_charged_to_a_model_without():

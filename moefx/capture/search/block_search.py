@@ -29,6 +29,7 @@ from ..tracing.op_sets import SELECTION_OPS
 from ..tracing.tracer import Tracer
 from .attention_check import has_attention
 from .isolated_run import run_for_layouts
+from .memory_traffic import count_traffic
 from .module_structure import compute_signature, find_expert_like
 from .named_experts import find_named_experts
 from .skipped_calls import SkipPlan, plan_skipped_calls
@@ -44,6 +45,7 @@ class SurveyedCall:
 
     Attributes:
         inner: calls of its submodules that get objects or containers.
+        positions: of its nodes in the run.
     """
 
     name: str
@@ -52,6 +54,7 @@ class SurveyedCall:
     inputs: list[fx.Node] = dataclasses.field(default_factory=list)
     outputs: list[fx.Node] = dataclasses.field(default_factory=list)
     inner: list[InnerCall] = dataclasses.field(default_factory=list)
+    positions: range = range(0)
 
 
 @dataclasses.dataclass
@@ -65,6 +68,7 @@ class BlockCandidates:
         branches: candidates with equal parts that work in parallel, not in sequence.
         structural: modules with expert-like parameters.
         has_attention: whether the model has attention.
+        traffic: the bytes that element-wise operations of each module's call read and write.
         objects: arguments of modules that hold tensors, or that are containers which the run wrote to, by id.
     """
 
@@ -74,6 +78,7 @@ class BlockCandidates:
     branches: set[str]
     structural: set[str]
     has_attention: bool
+    traffic: dict[str, float] = dataclasses.field(default_factory=dict)
     objects: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     def skip_calls(self, call: SurveyedCall, all_objects: bool = False) -> SkipPlan | None:
@@ -194,6 +199,7 @@ class _SearchRun:
             branches=branches,
             structural=set(structural),
             has_attention=has_attention(nodes),
+            traffic=count_traffic(nodes, {name: call.positions for name, call in self.calls.items()}),
             objects=self.objects,
         )
 
@@ -249,10 +255,12 @@ class _SearchRun:
     ) -> Any:
         """Run a module, with its call on the stack of running ones."""
         self._running.append(call)
+        first = len(tracer.nodes)
         try:
             out = original(module, *args, **kwargs)
         finally:
             self._running.pop()
+        call.positions = range(first, len(tracer.nodes))
         for inner in call.inner:
             inner.log_overwritten(tracer)
         return out
