@@ -213,6 +213,7 @@ for dispatch in ("dedup", "rbd"):
 """
 
 
-def test_a_rank_among_its_copies():
+@pytest.mark.exhaustive
+def test_mirror_group_runs_one_rank_of_four():
     ran = subprocess.run([sys.executable, "-c", MIRRORED], capture_output=True, text=True, timeout=200, cwd=ROOT)
     assert ran.stdout.split("\n")[:2] == ["(50, 6) True"] * 2, ran.stderr

@@ -201,6 +201,7 @@ def test_mistakes_with_pipelines_are_refused(four_ranks, case):
     four_ranks(*case)
 
 
+@pytest.mark.sampled(2)
 @for_each_case("build_cases")
 def test_entries_of_the_planner_run(four_ranks, case):
     four_ranks(*case)

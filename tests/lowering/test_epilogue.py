@@ -376,6 +376,7 @@ def test_nothing_is_reordered_or_multiplied_out():
     )
 
 
+@pytest.mark.exhaustive
 def test_the_text_does_not_depend_on_the_process():
     program = f"import runpy; runpy.run_path({__file__!r}, run_name='__main__')"  # independent of the directory
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"

@@ -72,7 +72,6 @@ class Call:
     "make, keep, share",
     [
         (LAYERS["swiglu_list"], "h", 0.5),
-        (LAYERS["swiglu_list"], "all", 1.0),
         (LAYERS["interleaved_clamped"], "all", 0.1),
         (LAYERS["interleaved_clamped"], "h", 0.0),
     ],

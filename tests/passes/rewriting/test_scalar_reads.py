@@ -70,7 +70,7 @@ class Compared(Loop):
 
 
 def test_a_branch_on_the_number_is_refused():
-    with pytest.raises(moefx.NoMoEBlockFound, match=r"depends on the routing or on sizes.*test_scalar_reads"):
+    with pytest.raises(moefx.NoMoEBlockFound, match=r"depends on the buffer step: .*test_scalar_reads"):
         moefx.compile(Compared(), example_inputs=(torch.randn(5, D),))
 
 
