@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -12,6 +14,8 @@ from .._plan import Plan
 from ..compiler.block_compiler import BlockRewrite
 from ..compiler.survey_result import MatchedBlock, Refusal, Survey
 from ..errors import InvalidInput, InvalidPlan, MoefxError, Refused
+from ..ir.expert_body import ExpertBody
+from ..ir.node_values import get_argument
 from ..passes.exchange.routed_region import RoutedRegion
 from ..runtime.block_forward import find_rewritten_blocks
 from ..runtime.ranks.expert_layout import ExpertLayout
@@ -45,17 +49,27 @@ def lay_out_block(matched: MatchedBlock, axis: ExpertAxis, plan: Plan) -> Matche
 def share_stash(matched: Sequence[MatchedBlock], axis: ExpertAxis, plan: Plan) -> tuple[MatchedBlock, ...]:
     """Set the size of the stash that all blocks with "gather" share, on GPUs."""
     factor = plan.resolve_stash_factor(axis.size)
-    gathering = [m for m in matched if m.expert_layout is not None and m.expert_layout.routes.gathers]
     if factor is None or not has_stash(axis):
         return tuple(matched)
-    num_blocks = sum(len(m.names) for m in gathering)
+    num_blocks = Counter[tuple[int, ...]]()  # each width of rows has a stash of its own
+    for block in matched:
+        num_blocks[_list_hidden_widths(block)] += len(block.names)
     shared = []
     for block in matched:
         if (layout := block.expert_layout) is not None and layout.routes.gathers:
-            routes = dataclasses.replace(layout.routes, stash=factor * num_blocks)
+            widths = _list_hidden_widths(block)
+            routes = dataclasses.replace(layout.routes, stash_layers=factor * num_blocks[widths])
             block = dataclasses.replace(block, expert_layout=dataclasses.replace(layout, routes=routes))
         shared.append(block)
     return tuple(shared)
+
+
+def _list_hidden_widths(block: MatchedBlock) -> tuple[int, ...]:
+    """List the widths of the up-projections in a block."""
+    mlps = block.result.graph.find(torch.ops.moefx.expert_mlp.default)
+    up = [[weight.meta["val"] for weight in get_argument(mlp, "up")] for mlp in mlps]
+    bodies = [ExpertBody.from_json(get_argument(mlp, "body")) for mlp in mlps]
+    return tuple(width for body, weights in zip(bodies, up, strict=True) for width in body.up_widths(weights))
 
 
 def has_stash(axis: ExpertAxis) -> bool:

@@ -37,8 +37,8 @@ class ExchangeRoutes:
         gathers: every rank gets the tokens of all ranks by an even collective (see `ir.ops.token_gather`).
         max_tokens: with `gathers`, the most tokens of a rank in a call. If None, the ranks agree before each call over
             `host_group`, a process group that works on the CPU.
-        stash: with `gathers`, the room of all layers' stash (see `ir.activation_stash`), in the rows that this rank's
-            experts get in one balanced layer. If None, each layer keeps all rows in tensors of its own.
+        stash_layers: with `gathers`, the room of all layers' stash (see `ir.activation_stash`), in rows that this
+            rank's experts get in one balanced layer. If None, each layer keeps all rows in tensors of its own.
     """
 
     levels: tuple[TopologyLevel, ...]
@@ -51,7 +51,7 @@ class ExchangeRoutes:
     gathers: bool = False
     max_tokens: int | None = None
     host_group: str = ""
-    stash: float | None = None
+    stash_layers: float | None = None
 
     def label(self, index: int) -> str:
         """Return the suffix of a level in node names; "" if there is only one level."""

@@ -119,8 +119,8 @@ def test_graphs_with_sharded_tokens(gradients):
     ("layers", "keep", "wanted"),
     [
         (None, "h", {"keep": "h"}),
-        (2.0, "h", {"keep": "h", "stash": 2.0 * K / RANKS}),
-        (2.0, "all", {"keep": "all", "stash": 2.0 * K / RANKS}),
+        (2.0, "h", {"keep": "h", "stash_rows": 2.0 * K / RANKS}),
+        (2.0, "all", {"keep": "all", "stash_rows": 2.0 * K / RANKS}),
         (2.0, "x", {"keep": "x"}),
         (0.0, "all", {"keep": "x"}),
     ],
@@ -129,6 +129,6 @@ def test_gathered_experts_keep_rows_in_the_stash(layers, keep, wanted):
     block = build_block_graph()
     (mlp,) = block.find(torch.ops.moefx.expert_mlp.default)
     mlp.update_kwarg("keep", keep)
-    block = insert(block, make_routes(RANKS, gathers=True, max_tokens=16, stash=layers))
+    block = insert(block, make_routes(RANKS, gathers=True, max_tokens=16, stash_layers=layers))
     (mlp,) = block.find(torch.ops.moefx.expert_mlp.default)
-    assert {name: mlp.kwargs[name] for name in ("keep", "stash") if name in mlp.kwargs} == wanted
+    assert {name: mlp.kwargs[name] for name in ("keep", "stash_rows") if name in mlp.kwargs} == wanted

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import pointwise_derivative
-from ..activation_stash import ENTRY_SIZE, missed_entry
+from ..activation_stash import TICKET_SIZE, make_missed_ticket
 from ..expert_body import ExpertBody, Gemm
 from ..pointwise_expression import evaluate, is_linear
 from . import expert_gemms, token_routing
@@ -32,10 +32,10 @@ _CONTRACT = (
 
 @op(
     f'expert_mlp({_SIGNATURE}, Tensor? later=None, *, str body, str keep="h", bool reduce=False, '
-    "ScalarType? dtype=None, float? stash=None) -> Tensor[]",
+    "ScalarType? dtype=None, float? stash_rows=None) -> Tensor[]",
     contract=f"{_CONTRACT} -> rows[B,D]",
     keeps_activations=True,
-    without_backward={"keep": "none", "stash": None},
+    without_backward={"keep": "none", "stash_rows": None},
 )
 def expert_mlp(
     *args: Any,
@@ -43,7 +43,7 @@ def expert_mlp(
     keep: str = "h",
     reduce: bool = False,
     dtype: torch.dtype | None = None,
-    stash: float | None = None,
+    stash_rows: float | None = None,
 ) -> list[Tensor]:
     """Run the expert MLP on the routed rows of x. `body` is the JSON of an `ExpertBody`, which documents the formulas.
 
@@ -55,12 +55,12 @@ def expert_mlp(
             activation too. "none" is for inference; a backward recomputes as with "x".
         reduce: return the sum of each token's rows instead of the rows, like `combine` without weights.
         dtype: the dtype of x, to compute in it whatever the dtype of the parameters; autocast sets it.
-        stash: rows of the stash for each row of x, see `ir.activation_stash`. None keeps the values of all rows.
+        stash_rows: rows of the stash for each row of x, see `ir.activation_stash`. None keeps the values of all rows.
 
     Returns:
         The rows [B,D'] (or their sums [S,D']). Then the kept values: each up-projection [B,F] and the activation
-        [B,F']. The backward may overwrite kept values unless the graph is retained. With `stash` they are in the
-        stash, and an entry int64 [3] is returned in their place; this implementation misses them all.
+        [B,F']. The backward may overwrite kept values unless the graph is retained. With `stash_rows` they are in
+        the stash, and a ticket int64 [3] is returned in their place; this implementation misses them all.
     """
     call = ExpertMlpCall.of(args, body, keep, dtype)
     rows = call.x.index_select(0, call.token_ids)
@@ -69,8 +69,8 @@ def expert_mlp(
     out = _output(call, act)
     if reduce:
         out = token_routing.combine.reference(out, None, call.token_ids, call.expert_offsets, call.inverse)
-    if stash is not None:
-        return [out, missed_entry(out.device)]
+    if stash_rows is not None:
+        return [out, make_missed_ticket(out.device)]
     kept = {"h": hidden, "all": [*hidden, act]}.get(keep, [])
     return [out, *kept]
 
@@ -116,7 +116,7 @@ def _add_apart(call: ExpertMlpCall, product: Tensor, bias: list[Tensor] | None, 
 
 @op(
     f"expert_mlp_backward(Tensor grad, {_SIGNATURE}, Tensor[] kept, "
-    "*, str body, str keep, bool reduce=False, ScalarType? dtype=None, float? stash=None, bool[] needs, "
+    "*, str body, str keep, bool reduce=False, ScalarType? dtype=None, float? stash_rows=None, bool[] needs, "
     'bool overwrite=False, str part="all") -> Tensor[]',
     contract=f"grad[_,N], {_CONTRACT}, kept[*] -> gradients[*]",
 )
@@ -127,7 +127,7 @@ def expert_mlp_backward(
     keep: str,
     reduce: bool = False,
     dtype: torch.dtype | None = None,
-    stash: float | None = None,
+    stash_rows: float | None = None,
     needs: Sequence[bool],
     overwrite: bool = False,
     part: str = "all",
@@ -152,7 +152,7 @@ def expert_mlp_backward(
     need_x, need_w, need_up, need_up_bias, need_down, need_down_bias = needs
     if part == "weights":
         return _matrix_gradients(call, *_matrix_factors(call, grad, kept, reduce), need_up, need_down)
-    offsets, kept = call.expert_offsets, [] if stash is not None else kept
+    offsets, kept = call.expert_offsets, [] if stash_rows is not None else kept
     rows = call.x.index_select(0, call.token_ids)
     groups = list(zip(call.up, call.up_bias, call.body.up, strict=True))
     hidden = list(kept[: len(groups)]) or [_linear(call, rows, *group) for group in groups]
@@ -261,18 +261,18 @@ def weight_gradient(call: ExpertMlpCall, *columns: Tensor | None) -> Tensor:
 
 
 @expert_mlp.fake
-def _(*args, body, keep="h", reduce=False, dtype=None, stash=None):
+def _(*args, body, keep="h", reduce=False, dtype=None, stash_rows=None):
     call = ExpertMlpCall.of(args, body, keep, dtype)
     up, act, out = call.widths
     rows = call.x.new_empty((call.x.shape[0] if reduce else call.num_rows, out), dtype=call.out_dtype)
-    if stash is not None:
-        return [rows, call.x.new_empty(ENTRY_SIZE, dtype=torch.int64)]
+    if stash_rows is not None:
+        return [rows, call.x.new_empty(TICKET_SIZE, dtype=torch.int64)]
     kept = {"h": up, "all": [*up, act]}.get(keep, [])
     return [rows, *(call.x.new_empty((call.num_rows, width)) for width in kept)]
 
 
 @expert_mlp_backward.fake
-def _(grad, *args, body, keep, reduce=False, dtype=None, stash=None, needs, overwrite=False, part="all"):
+def _(grad, *args, body, keep, reduce=False, dtype=None, stash_rows=None, needs, overwrite=False, part="all"):
     call = ExpertMlpCall.of(args[:-1], body, keep, dtype)
     x, w = call.x, args[4]
     dims = {
@@ -329,7 +329,7 @@ def _gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
     if later is not None or is_delayed:
         needs[2] = needs[4] = False
         kwargs = {**kwargs, "part": "rows"}
-    if kept and kwargs.get("stash") is None and is_last_use(kept):
+    if kept and kwargs.get("stash_rows") is None and is_last_use(kept):
         kwargs = {**kwargs, "overwrite": True}
         torch.autograd.graph.increment_version(kept)  # other nodes that saved them will raise
     results = iter(expert_mlp_backward(grads[0], *fixed, *lists, **kwargs, needs=needs))

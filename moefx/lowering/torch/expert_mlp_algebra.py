@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...ir import pointwise_derivative, pointwise_expression
-from ...ir.activation_stash import missed_entry
+from ...ir.activation_stash import make_missed_ticket
 from ...ir.ops.expert_mlp import expert_mlp, expert_mlp_backward, unit_environment, weight_gradient
 from ...ir.ops.mlp_arguments import ExpertMlpCall
 from . import grouped_mm
@@ -300,12 +300,12 @@ def _forward_with(make: Callable[[Tensor, torch.dtype, int], Gemms]) -> Callable
         keep: str = "h",
         reduce: bool = False,
         dtype: torch.dtype | None = None,
-        stash: float | None = None,
+        stash_rows: float | None = None,
     ) -> list[Tensor]:
         call = ExpertMlpCall.of(args, body, keep, dtype)
         gemms = make(call.expert_offsets, call.dtype, call.matrix_size())
-        if stash is not None:  # these providers keep no rows in a stash
-            return [*forward(call, gemms, "none", reduce), missed_entry(call.x.device)]
+        if stash_rows is not None:  # these providers keep no rows in a stash
+            return [*forward(call, gemms, "none", reduce), make_missed_ticket(call.x.device)]
         return forward(call, gemms, keep, reduce)
 
     return run
@@ -319,7 +319,7 @@ def _backward_with(make: Callable[[Tensor, torch.dtype, int], Gemms]) -> Callabl
         keep: str,
         reduce: bool = False,
         dtype: torch.dtype | None = None,
-        stash: float | None = None,
+        stash_rows: float | None = None,
         needs: Sequence[bool],
         overwrite: bool = False,
         part: str = "all",
@@ -330,7 +330,7 @@ def _backward_with(make: Callable[[Tensor, torch.dtype, int], Gemms]) -> Callabl
             backward = WeightGradients(call, gemms, args[-1], grad, needs, reduce)
             gemms.for_each_group(backward.run, None, multiplications=call.multiplications())
             return backward.results()
-        kept = args[-1] if stash is None else []
+        kept = args[-1] if stash_rows is None else []
         backward = Backward(call, gemms, kept, grad, needs, reduce, defer=part == "rows")
         then = None if backward.grad_x is None else backward.grad_x.add
         gemms.for_each_group(backward.run, then, multiplications=2 * call.multiplications())

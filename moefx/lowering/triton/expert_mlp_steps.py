@@ -7,7 +7,8 @@ token's rows. The backward is SonicMoE's (see `lowering.torch.expert_mlp_algebra
     dW2 = (c*A)^T @ dO        d c = <dA', A> + <dO, bias>
     dW1 = dH^T @ X            dX = sum over each token's rows of dH @ W1
 
-There are no atomics, and every sum has a fixed order: results repeat bit by bit.
+No atomics touch results, only the stash's cursor and counters, and every sum has a fixed order: results repeat bit by
+bit.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ir.activation_stash import Stash, find_stash, missed_entry
+from ...ir.activation_stash import Stash, find_stash, make_missed_ticket
 from ...ir.expert_body import ExpertBody
 from ...ir.ops.expert_mlp import split_gradient
 from ...ir.running_block import running
@@ -37,17 +38,17 @@ def expert_mlp(
     keep: str = "h",
     reduce: bool = False,
     dtype: torch.dtype | None = None,
-    stash: float | None = None,
+    stash_rows: float | None = None,
 ) -> list[Tensor]:
     args = args[:9]
     inputs, constants = args[:5], [p for group in args[5:] for p in group]
     key = ("forward", body, keep, reduce, dtype, matmul_precision(args[0]), *map(len, args[5:]))
-    ring = _find_ring(args, body, keep, dtype, stash)
-    if ring is not None:
-        key, constants = (*key, running.counter), [*constants, *ring.tensors]
+    stash = _find_stash(args, body, keep, dtype, stash_rows)
+    if stash is not None:
+        key, constants = (*key, running.counter), [*constants, *stash.tensors]
 
     def host_code() -> list[Tensor]:
-        return _forward(KernelCall(args, body, keep, dtype), keep, reduce, ring)
+        return _forward(KernelCall(args, body, keep, dtype), keep, reduce, stash)
 
     return replay_or_record(key, inputs, constants, host_code, (_X, _INVERSE))
 
@@ -59,7 +60,7 @@ def expert_mlp_backward(
     keep: str,
     reduce: bool = False,
     dtype: torch.dtype | None = None,
-    stash: float | None = None,
+    stash_rows: float | None = None,
     needs: Sequence[bool],
     overwrite: bool = False,
     part: str = "all",
@@ -68,15 +69,15 @@ def expert_mlp_backward(
     inputs, constants = [grad, *forward[:5], *kept], [p for group in forward[5:] for p in group]
     key = ("backward", body, keep, reduce, dtype, matmul_precision(forward[0]), *needs, overwrite, part)
     key = (*key, *map(len, forward[5:]))
-    ring = None if part == "weights" else _find_ring(forward, body, keep, dtype, stash)
-    constants += [] if ring is None else ring.tensors
+    stash = None if part == "weights" else _find_stash(forward, body, keep, dtype, stash_rows)
+    constants += [] if stash is None else stash.tensors
 
     def host_code() -> list[Tensor]:
         run = BackwardCall(forward, body, keep, dtype, is_beside=part == "weights")
         if part == "weights":
             return _weight_backward(run, grad, kept, reduce, needs)
-        if ring is not None:
-            kept_rows = _take_kept_rows(run, keep, ring, kept[0])
+        if stash is not None:
+            kept_rows = _take_kept_rows(run, keep, stash, kept[0])
             return _backward(run, grad, kept_rows, reduce, needs, overwrite=True, defer=part == "rows")
         return _backward(run, grad, kept, reduce, needs, overwrite, defer=part == "rows")
 
@@ -84,31 +85,31 @@ def expert_mlp_backward(
     return replay_or_record(key, inputs, constants, host_code, by_token)
 
 
-def _find_ring(
-    args: Sequence[Any], body: str, keep: str, dtype: torch.dtype | None, stash: float | None
+def _find_stash(
+    args: Sequence[Any], body: str, keep: str, dtype: torch.dtype | None, stash_rows: float | None
 ) -> Stash | None:
-    """Find the stash of a call, with `stash` rows for each row of x."""
-    if stash is None:
+    """Find the stash of a call; None if each call keeps its own rows."""
+    if stash_rows is None:
         return None
     x, parsed = args[0], ExpertBody.from_json(body)
     widths = parsed.kept_widths(keep, parsed.up_widths(args[5]))
-    return find_stash(math.ceil(stash * x.shape[0]), widths, dtype or x.dtype, x.device)
+    return find_stash(math.ceil(stash_rows * x.shape[0]), widths, dtype or x.dtype, x.device)
 
 
-def _forward(run: KernelCall, keep: str, reduce: bool, ring: Stash | None) -> list[Tensor]:
+def _forward(run: KernelCall, keep: str, reduce: bool, stash: Stash | None) -> list[Tensor]:
     call = run.call
     num_tokens, num_rows = call.x.shape[0], call.num_rows
     if num_rows == 0:
         out = torch.zeros((num_tokens if reduce else 0, run.out_width), dtype=call.out_dtype, device=run.device)
-        if ring is not None:
-            return [out, missed_entry(run.device)]
+        if stash is not None:
+            return [out, make_missed_ticket(run.device)]
         return [out, *(run.empty(0, width) for width in call.body.kept_widths(keep, run.up_widths))]
     hidden = [run.empty(num_rows, width) for width in run.up_widths] if keep in ("h", "all") else None
     act = run.empty(num_rows, run.act_width)
     run.project_up(hidden, act)
     kept = {"h": hidden, "all": [*(hidden or []), act]}.get(keep, [])
-    if ring is not None:
-        kept = [put_rows(kept or [], call.expert_offsets, ring)]
+    if stash is not None:
+        kept = [put_rows(kept or [], call.expert_offsets, stash)]
         del hidden
     out = run.empty(num_rows, run.out_width, run.dtype if reduce else call.out_dtype)
     run.project_down(act, out, scaled=not reduce)
@@ -118,12 +119,12 @@ def _forward(run: KernelCall, keep: str, reduce: bool, ring: Stash | None) -> li
     return [out, *(kept or [])]
 
 
-def _take_kept_rows(run: BackwardCall, keep: str, ring: Stash, entry: Tensor) -> list[Tensor]:
+def _take_kept_rows(run: BackwardCall, keep: str, stash: Stash, ticket: Tensor) -> list[Tensor]:
     """Take the kept rows out of the stash, or compute them again."""
     call = run.call
     kept = [run.empty(call.num_rows, width) for width in call.body.kept_widths(keep, run.up_widths)]
     if call.num_rows:
-        missing = take_rows(kept, call.expert_offsets, ring, entry)
+        missing = take_rows(kept, call.expert_offsets, stash, ticket)
         num_up = len(call.up)
         run.with_offsets(missing).project_up(kept[:num_up], next(iter(kept[num_up:]), None))
     return kept

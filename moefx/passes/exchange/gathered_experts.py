@@ -69,14 +69,18 @@ class GatheredTokens:
 
     def keep_rows_in_stash(self) -> None:
         """Let the experts keep activations in the stash, if the routes have one."""
-        layers, pft = self.routes.stash, self.routed.pft
-        if layers is None:
+        stash_layers, pft = self.routes.stash_layers, self.routed.pft
+        if stash_layers is None:
             return
         num_slots = get_argument(pft, "topk_ids").meta["val"].shape[-1]
         balanced = num_slots * self.placement.num_slots / self.placement.num_experts  # rows for each gathered token
         for node in self.routed.region:
-            if node.target is ops.expert_mlp.default and node.kwargs.get("keep", "h") in ("h", "all"):
-                node.update_kwarg(*(("stash", layers * balanced) if layers else ("keep", "x")))
+            if node.target is not ops.expert_mlp.default or node.kwargs.get("keep", "h") not in ("h", "all"):
+                continue
+            if stash_layers:
+                node.update_kwarg("stash_rows", stash_layers * balanced)
+            else:  # no room at all: keep the inputs only
+                node.update_kwarg("keep", "x")
 
     def insert_back(self, sums: fx.Node) -> fx.Node:
         """Return the sums of all ranks' tokens to the ranks of the tokens."""

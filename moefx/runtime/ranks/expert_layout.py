@@ -39,7 +39,7 @@ class ExpertLayout:
         if self.routes.gathers:
             limit = self.routes.max_tokens
             agreement = f"at most {limit} tokens a rank" if limit else "the hosts agree on the number of tokens"
-            kept = self.routes.stash
+            kept = self.routes.stash_layers
             stash = "" if kept is None else f"; a stash keeps activations of {kept:g} balanced layers for the backward"
             return (
                 f"experts over {placement.num_ranks} ranks of mesh axis {placement.axis!r}, {placement.num_slots} "

@@ -79,13 +79,13 @@ class Case:
     h: int = 512
     needs: Sequence[bool] = (True,) * 6
     weights: torch.dtype | None = None
-    stash: float | None = None
+    stash_rows: float | None = None
 
 
 CASES = {
     "halves": Case(swiglu_halves, "h", True),
     "halves_recomputed": Case(swiglu_halves, "x", True),
-    "stashed": Case(swiglu_halves, "all", True, stash=8.0),
+    "stashed": Case(swiglu_halves, "all", True, stash_rows=8.0),
     "frozen": Case(swiglu_halves, "h", True, needs=(True, True, False, False, False, False)),
     "separate": Case(swiglu_list, "h", True),
     "separate_recomputed": Case(swiglu_list, "x", False, weights=torch.float32),
@@ -212,7 +212,7 @@ def run_forward_and_backward(case: Case, dtype: torch.dtype) -> None:
     # This rule needs every kernel of the routing.
     token_ids, _, offsets, inverse, weights = run_build_pft(SIZE, case.weights or dtype, "weight")
     args = (x, token_ids, offsets, inverse, weights, layer.up, layer.up_bias, layer.down, layer.down_bias)
-    options = dict(body=layer.text, keep=case.keep, reduce=case.reduce, stash=case.stash)
+    options = dict(body=layer.text, keep=case.keep, reduce=case.reduce, stash_rows=case.stash_rows)
     out, *kept = expert_mlp_steps.expert_mlp(*args, **options)
     expert_mlp_steps.expert_mlp_backward(torch.empty_like(out), *args, kept, **options, needs=case.needs)
     run_module.KernelCall(args, layer.text, case.keep, None).gather(x)  # some configurations do not gather rows

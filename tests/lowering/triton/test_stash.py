@@ -33,7 +33,7 @@ def run_kernels(device, monkeypatch):
 class Call:
     """The forward and the backward of one layer, with the stash and without it."""
 
-    def __init__(self, make, device: str, keep: str, stash: float, skip: float = 0.0):
+    def __init__(self, make, device: str, keep: str, stash_rows: float, skip: float = 0.0):
         layer = move_layer(device, make(EXPERTS, WIDTH, 24), torch.bfloat16)
         routing = draw_routing(TOKENS, SLOTS, EXPERTS)
         # Slots of experts on other ranks are outside of the range.
@@ -57,10 +57,10 @@ class Call:
 
         out, *_ = run()
         self.wanted = [out.detach(), *torch.autograd.grad(out, self.leaves, self.grad)]
-        self.start = lambda: run(stash=stash)
+        self.start = lambda: run(stash_rows=stash_rows)
 
     def forward(self):
-        self.out, self.entry = self.start()
+        self.out, self.ticket = self.start()
 
     def backward(self) -> None:
         """Run the backward, and compare bit by bit."""
@@ -136,7 +136,7 @@ def test_the_last_counter_takes_the_stashes_along(device):
     call = Call(LAYERS["swiglu_list"], device, "h", SLOTS)
     call.forward()
     assert activation_stash._stashes
-    call.out = call.entry = None
+    call.out = call.ticket = None
     del call
     gc.collect()
     assert not activation_stash._stashes
