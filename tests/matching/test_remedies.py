@@ -154,6 +154,48 @@ def skip_few(block, x):
     return out
 
 
+def take_the_largest(block, x):
+    w, ids = block.route(x)
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(block.experts):
+        t, k = torch.where(ids == e)
+        out[t] = torch.maximum(out[t], expert(x[t]) * w[t, k, None])
+    return out
+
+
+def add_masked(mask_result):
+    """Apply all experts to all tokens, with a mask of the tokens that selected them."""
+
+    def forward(block, x):
+        w, ids = block.route(x)
+        gates = torch.zeros_like(block.gate(x)).scatter(1, ids, w)
+        masks = [(gates[:, e, None] > 0).to(x.dtype) for e in range(len(block.experts))]
+        pairs = zip(block.experts, masks, strict=True)
+        return sum(f(x) * mask if mask_result else f(x * mask) for f, mask in pairs)
+
+    return forward
+
+
+def balance(block, x, are_balanced):
+    """Select one expert per token after balancing the scores in turns, as Sinkhorn's algorithm does."""
+    scores, turn = block.gate(x).exp(), 0
+    while not are_balanced(scores, turn):
+        scores = scores / scores.sum(0) / scores.sum(1, keepdim=True)
+        turn += 1
+    w, ids = scores.topk(1)
+    return block.mixed(x, w, ids)
+
+
+class SpectrallyNormed(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.utils.parametrizations.spectral_norm(nn.Linear(D, D)))
+
+
+class Biased(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(D, D), nn.ReLU(), nn.Linear(D, D))
+
+
 class BatchNormed(nn.Sequential):
     def __init__(self):
         super().__init__(nn.Linear(D, D), nn.BatchNorm1d(D))
@@ -207,6 +249,25 @@ PAIRS = {
         lambda: Block(add_rows_up),
     ),
     r"compute with the numbers themselves": (lambda: Block(divide_by_a_tensor), lambda: Block(divide_by_a_number)),
+    r"combined by something else than a sum.*add up the results": (lambda: Block(take_the_largest), Block.of_moe),
+    r"never chosen.*remove the experts that it cannot choose": (
+        lambda: Block(lambda block, x: block.mixed(x, *block.gate(x)[:, :-1].softmax(-1).topk(2))),
+        Block.of_moe,
+    ),
+    r"nor the same for all tokens.*multiply its result, not its input": (
+        lambda: Block(add_masked(mask_result=False), Biased),
+        lambda: Block(add_masked(mask_result=True), Biased),
+    ),
+    r"compares activations: while.*run a loop a fixed number of times": (
+        lambda: Block(
+            lambda block, x: balance(block, x, lambda scores, n: n > 9 or (scores.sum(0) - 1).abs().max() < 1)
+        ),
+        lambda: Block(lambda block, x: balance(block, x, lambda scores, n: n > 3)),
+    ),
+    r"change buffers in their forward.*compile in eval mode": (
+        lambda: Block(Block.moe, SpectrallyNormed),
+        lambda: Block(Block.moe, SpectrallyNormed).eval(),
+    ),
     r"each row by itself.*no batch norm": (
         lambda: Block(Block.moe, BatchNormed),
         lambda: Block(Block.moe, LayerNormed),

@@ -370,9 +370,11 @@ def check_emptiness_tests(emptiness_tests: EmptinessTests) -> None:
             )
         line = node.lineno  # type: ignore[attr-defined]
         raise Refused(
-            f"Python code of the block depends on which experts have tokens: {linecache.getline(file, line).strip()}",
+            "Python code of the block depends on which experts have tokens, or compares activations: "
+            + linecache.getline(file, line).strip(),
             source=f"{file.rsplit('/', 1)[-1]}:{line}",
-            remedy="leave the decision out, or make it with torch operations on the routing",
+            remedy="leave the decision out, or make it with torch operations on the routing; run a loop a fixed number "
+            "of times",
         )
 
 

@@ -46,17 +46,25 @@ class NothingRouted(Refused):
 
 def explain_no_cut(capture: Capture, expert_nodes: set[fx.Node], experts: set[str]) -> Refused:
     """Explain why no node sums all routed rows. `experts` are the FQNs of the experts' parameters."""
-    written: dict[str, fx.Node] = {}  # by attribute
+    written: dict[str, dict[str, fx.Node]] = {"attribute": {}, "buffer": {}}
     for effect in capture.effects:
         nodes = [n for n in pytree.tree_leaves(effect.node) if isinstance(n, fx.Node)]
-        if effect.kind == "attribute" and not expert_nodes.isdisjoint(nodes):
-            written[str(effect.target)] = nodes[0]
-    if written:
+        if effect.kind in written and not expert_nodes.isdisjoint(nodes):
+            written[effect.kind][str(effect.target)] = nodes[0]
+    if attributes := written["attribute"]:
         return Refused(
             "the experts set attributes in their forward, as pruning and weight-norm hooks do",
-            culprits=tuple(written)[:3],
-            source=str(next(iter(written.values())).meta["source"]),
+            culprits=tuple(attributes)[:3],
+            source=str(next(iter(attributes.values())).meta["source"]),
             remedy="use torch.nn.utils.parametrize instead; for pruning, call prune.remove",
+        )
+    if buffers := written["buffer"]:
+        return Refused(
+            "the experts change buffers in their forward, as spectral_norm does in training",
+            culprits=tuple(buffers)[:3],
+            source=str(next(iter(buffers.values())).meta["source"]),
+            remedy="change the buffers outside of the forward, or compile in eval mode",
+            cause=Cause.NOT_TOGETHER,
         )
     users = (u for n in capture.nodes if n.op == "get_attr" and n.meta["fqn"] in experts for u in n.users)
     first = next(users, None)
@@ -135,7 +143,7 @@ class UnexplainedIndex:
         causes = (
             self._explain_one_expert, self._explain_all_experts, self._explain_partial_choices,
             self._explain_several_gates, self._explain_element_move, self._explain_shared_choices,
-            self._explain_separate_masks,
+            self._explain_separate_masks, self._explain_mixed_results,
         )  # fmt: skip
         for cause in causes:
             if (refusal := cause()) is not None:
@@ -167,6 +175,20 @@ class UnexplainedIndex:
             source=self._source,
             remedy="select experts per token, for example with topk",
         )
+
+    def _explain_mixed_results(self) -> Refused | None:
+        """Explain that a summand contains the results of several experts, such as their maximum."""
+        for summand in (summand for summands in self.summands for summand in summands):
+            if len(experts := sorted(self.owners.experts_of(summand))) > 1:
+                return Refused(
+                    f"a token's results of experts {experts[0]} and {experts[1]} are combined by something else than "
+                    "a sum, or one expert reads the result of the other",
+                    source=self._source,
+                    remedy="compute each expert from the token's own row, and add up the results, each times its "
+                    "routing weight",
+                    cause=Cause.UNEXPLAINED_INDEX,
+                )
+        return None
 
     def _explain_partial_choices(self) -> Refused | None:
         """Explain that a line runs several times, and each time selects experts for a part of the tokens."""

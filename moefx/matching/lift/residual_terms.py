@@ -112,7 +112,9 @@ def assign_identity_slots(
             fits = free
         if not fits:
             raise Refused(
-                f"a part of the output is neither an expert's nor the same for all tokens: {format_term(part, 3)}"
+                f"a part of the output is neither an expert's nor the same for all tokens: {format_term(part, 3)}",
+                remedy="let an expert add nothing to the tokens that did not select it: multiply its result, not its "
+                "input, by the routing weight",
             )
         placed.append((fits[0], part))
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _MAX_EXTRA = 8
 _MIN_CHANCE = 1e-3
 _MAX_NUMBERS = 4096
+_CHOOSABLE_ONLY = "let the router choose every expert, or remove the experts that it cannot choose"
 _CHOOSE_ALL = "pass example_inputs, or set buffers, with which some token chooses each expert"
 
 
@@ -53,7 +54,9 @@ def show_all_experts(proof: ProofView) -> None:
                 f"{len(missing)} of {proof.num_experts} experts were never chosen under any routing tried, "
                 f"the first is expert {missing[0]}",
                 source=str(proof.evidence.reference.cut.meta["source"]),
-                remedy=_CHOOSE_ALL if all(map(depends_on_call, proof.evidence.reference.expert_index.nodes)) else "",
+                remedy=_CHOOSE_ALL
+                if all(map(depends_on_call, proof.evidence.reference.expert_index.nodes))
+                else _CHOOSABLE_ONLY,
             )
         extra += 1
         sizes = proof.size_choice.choose(max(17, min(len(missing), 4 * proof.max_experts)), extra)
