@@ -387,3 +387,24 @@ def test_a_guard_that_excludes_all_tokens_has_no_other_sizes():
     guards = [SizeGuard("S", "eq", "0", True)]
     assert find_sizes(arguments, guards, 8) == []
     assert find_sequence(arguments, guards, 8) == arguments.choose_sequence(8)
+
+
+def test_a_view_by_a_batch_that_may_be_empty_raises_torchs_error():
+    """`view(b, -1)` cannot infer an axis of no elements: a call with an empty batch fails as the original does."""
+
+    class PerSequence(Loop):
+        def forward(self, x):
+            b, s, d = x.shape
+            w, ids = self.route(x.reshape(-1, d))
+            loads = w.new_zeros(b, len(self.experts)).scatter_add(1, ids.view(b, -1), w.view(b, -1))
+            return self.mixed(x.reshape(-1, d), w, ids).view(b, s, d), loads.sum() / max(1, s)
+
+    torch.manual_seed(0)
+    model = PerSequence().double()
+    compiled = moefx.compile(model, example_inputs=draw_rows(18)[0].view(2, 9, 6))
+    for shape in ((2, 9, 6), (1, 1, 6), (3, 11, 6)):
+        x = torch.randn(shape, dtype=torch.float64)
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-10, atol=1e-12)
+    for m in (model, compiled):
+        with pytest.raises(RuntimeError, match="cannot reshape tensor of 0 elements"):
+            m(torch.zeros(0, 9, 6, dtype=torch.float64))

@@ -42,6 +42,8 @@ class ViewSizes:
         step: Any = math.prod(known)
         width = math.prod(n for n in axes if type(n) is int)
         is_whole = len(known) == len(shape)
+        if not is_whole and peek_value(step) == 0:
+            return  # torch raises its own error: it cannot infer an axis beside one of 0
         if is_whole:
             right = step.expr if isinstance(step, Number) else str(step)
             left, is_met = f"{tokens.expr}*{width}", tokens.value * width == peek_value(step)
