@@ -227,7 +227,7 @@ def case_stages_of_equal_times() -> None:
     so."""
     mesh = make_mesh(pp=2, ep=2)
     pipe = build(Decoder(None, None, None, None, "gated", "gated"), mesh)
-    assert "layers: 5 + 1 (equal predicted times, by the figures of dgx-h100)" in repr(pipe), repr(pipe)
+    assert "layers: 4 + 2 (equal predicted times, by the figures of dgx-h100)" in repr(pipe), repr(pipe)
     pipe = build(Decoder(None, None, None, None, "gated", "kinds"), mesh)
     assert "layers: 3 + 3 (equal numbers of layers, because no times can be predicted: layers.5.moe has 2" in repr(
         pipe

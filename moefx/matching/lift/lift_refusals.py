@@ -182,10 +182,10 @@ class UnexplainedIndex:
             if len(experts := sorted(self.owners.experts_of(summand))) > 1:
                 return Refused(
                     f"a token's results of experts {experts[0]} and {experts[1]} are combined by something else than "
-                    "a sum, or one expert reads the result of the other",
+                    "a sum, one expert reads the result of the other, or they share a parameter",
                     source=self._source,
-                    remedy="compute each expert from the token's own row, and add up the results, each times its "
-                    "routing weight",
+                    remedy="compute each expert from the token's own row with its own parameters, and add up the "
+                    "results, each times its routing weight",
                     cause=Cause.UNEXPLAINED_INDEX,
                 )
         return None
