@@ -9,7 +9,6 @@ from typing import Any, Literal, get_args
 from .errors import InvalidPlan
 
 Checkpoint = Literal["h", "x", "all", "auto"]
-ExpertStorage = Literal["original", "contiguous", "stacked"]
 Validation = Literal["symbolic", "numeric", "auto"]
 PlacementOrder = Literal["ep_first", "dp_first"]
 SequenceGradients = Literal["replicated", "partial"]
@@ -26,8 +25,6 @@ class Plan:
         checkpoint: the tensors that the expert MLP keeps for its backward (MoEBlaze section 5). `"h"`: its input X and
             the up-projection H, the activation is recomputed; `"x"`: X only; `"all"`: the activation too; `"auto"`:
             the fastest policy that fits the memory, by the planner (docs/how_to/automatic_plans.md).
-        expert_storage: `"original"` keeps the storage of experts in a ModuleList; `"contiguous"` lays it out as E
-            equally spaced views (the E original Parameters stay).
 
     Attributes: Ranks of the experts
         expert_axis: the mesh axis over which the experts are spread, or several that become one, `("dp", "tp")`. None:
@@ -102,7 +99,6 @@ class Plan:
     """
 
     checkpoint: Checkpoint = "h"
-    expert_storage: ExpertStorage = "original"
     expert_axis: str | tuple[str, ...] | None = None
     placement: PlacementOrder | None = None
     sequence_axis: str | None = None
@@ -130,7 +126,6 @@ class Plan:
     def __post_init__(self) -> None:
         for field, choices in (
             ("checkpoint", Checkpoint),
-            ("expert_storage", ExpertStorage),
             ("dispatch", Dispatch),
             ("drop", DropRule),
             ("sequence_gradients", SequenceGradients),

@@ -33,10 +33,7 @@ OF_A_MESH = (
     dict(pilots=False), dict(chunks=2), dict(node_size=8), dict(topology_levels=(32,)), dict(timeout=5.0),
     dict(dispatch="gather"), dict(max_tokens=64), dict(stash_factor=2.0),
 )  # fmt: skip
-NEVER = (
-    dict(expert_storage="contiguous"), dict(expert_storage="stacked"), dict(drop="position_token"), dict(memory=1e9),
-    dict(zero=3),
-)  # fmt: skip
+NEVER = (dict(drop="position_token"), dict(memory=1e9), dict(zero=3))
 
 
 def make_mesh(**sizes: int) -> types.SimpleNamespace:

@@ -25,8 +25,6 @@ def check_effects(plan: Plan, mesh: Any) -> None:
         InvalidPlan: a field has no effect together with the others, or without a mesh.
     """
     changed = _changed_fields(plan)
-    if plan.expert_storage != "original":
-        raise _no_effect(plan, "expert_storage", "compile leaves the storage of experts as it is")
     if "drop" in changed and plan.capacity_factor is None:
         raise _no_effect(plan, "drop", "experts drop nothing without Plan(capacity_factor=...)")
     if mesh is None:
