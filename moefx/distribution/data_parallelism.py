@@ -24,7 +24,7 @@ from ..runtime.ranks.state_dicts import ShardOnLoad, join_name
 from ..util.model_wrappers import unwrap_model
 from .data_axes import DataMeshes, choose_data_axes
 from .expert_layouts import find_expert_layouts
-from .pipelines.stage_split import find_layers
+from .pipelines.stage_split import find_layer_container
 from .training_wiring import SPREAD_MESH, SpreadMesh
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -190,12 +190,12 @@ def _check_parameters(model: nn.Module, experts: dict[str, set[nn.Parameter]]) -
 def _list_layers(model: nn.Module) -> list[nn.Module]:
     """Return the layers that are gathered as one unit each: those around blocks, or all of a model without blocks."""
     if blocks := list(find_rewritten_blocks(model)):
-        return _find_layers(model, blocks)
-    layers = model.get_submodule(find_layers(model)).children()
+        return _list_layers_around_blocks(model, blocks)
+    layers = model.get_submodule(find_layer_container(model)).children()
     return [layer for layer in layers if next(layer.parameters(), None) is not None]
 
 
-def _find_layers(model: nn.Module, blocks: list[str]) -> list[nn.Module]:
+def _list_layers_around_blocks(model: nn.Module, blocks: list[str]) -> list[nn.Module]:
     """Return the layers around blocks, such as those of a decoder, inner ones first.
 
     They are the elements of a `ModuleList`, and those of a `ModuleDict` or `Sequential` whose class holds a block. An

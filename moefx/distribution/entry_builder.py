@@ -111,11 +111,11 @@ def build_entry(
     mesh = _build_mesh(entry, arguments.axes, device_type or _find_device_type(model))
     _check_nodes(entry, arguments.plan, ranking.platform)
     layers, keys = find_layer_keys(model, None)
-    reading = survey_for_planner(model, layers, keys, example_inputs, arguments.plan, mesh)
+    survey = survey_for_planner(model, layers, keys, example_inputs, arguments.plan, mesh)
     counts, error = (), ""
     try:
-        check_model(ranking.model, reading.require_facts()[1], type(model).__name__)
-        counts = _cut_entry(ranking, entry, reading)
+        check_model(ranking.model, survey.require_facts()[1], type(model).__name__)
+        counts = _cut_entry(ranking, entry, survey)
     except MoefxError as found:
         error = str(found)
     for rank, text in sorted(gather_by_rank(mesh, error).items()):
@@ -147,12 +147,12 @@ def check_model(planned: Architecture, actual: Architecture, name: str) -> None:
         )
 
 
-def _cut_entry(ranking: Ranking, entry: Entry, reading: PlannerSurvey) -> tuple[int, ...]:
+def _cut_entry(ranking: Ranking, entry: Entry, survey: PlannerSurvey) -> tuple[int, ...]:
     """Return the number of layers of each stage: of equal predicted time, among those that fit the planned memory."""
     layout, num_stages = entry.layout, entry.layout.pp * entry.layout.chunks
     even = -(-ranking.model.num_layers // num_stages)
     most = max(even, find_max_layers(ranking.model, layout, ranking.platform) // layout.chunks)
-    return cut_by_predicted_time(reading, layout, ranking.platform, entry.experts_first, num_stages, most)
+    return cut_by_predicted_time(survey, layout, ranking.platform, entry.experts_first, num_stages, most)
 
 
 def _check_nodes(entry: Entry, plan: Plan, platform: Platform) -> None:

@@ -185,12 +185,12 @@ def _list_layouts(
                 if model.num_experts % ep:
                     _reject(rejected, f"does not divide the {model.num_experts} experts (Piper eq. 8)", EP=ep)
                     continue
-                ssmb_or_not = (*((True,) if tp > 1 and ep % tp == 0 else ()), *((False,) if dp % ep == 0 else ()))
-                if not ssmb_or_not:
+                ssmb_choices = (*((True,) if tp > 1 and ep % tp == 0 else ()), *((False,) if dp % ep == 0 else ()))
+                if not ssmb_choices:
                     why = "ranks that have the same tokens share experts by SSMB, all TP of them, or not at all"
                     _reject(rejected, f"EP is neither a multiple of TP nor divides DP: {why}", PP=pp, TP=tp, EP=ep)
                 for b in sequences:
-                    for ssmb in ssmb_or_not:
+                    for ssmb in ssmb_choices:
                         yield Layout(
                             pp=pp, tp=tp, dp=dp, ep=ep, ssmb=ssmb, sequences=b, tokens=request.tokens,
                             microbatches=request.batch // dp // b,

@@ -150,7 +150,7 @@ def _find_fullest(model: Architecture, layout: Layout) -> tuple[int, dict[str, f
     counted = _evaluate_states(model, layout.pp, layout.tp, layout.dp, layout.ep)[layout.zero]
     ends = (0, layout.pp - 1) if layout.pp > 1 else (0,)
     kept = {stage: ACTIVATIONS(**layout.values(model, stage), **counted) for stage in ends}
-    return max(kept.items(), key=lambda of: of[1]["M_activations"])
+    return max(kept.items(), key=lambda item: item[1]["M_activations"])
 
 
 @functools.lru_cache(maxsize=64)
@@ -170,9 +170,9 @@ def collect_values(
     """
     values = _collect_shared_values(model, layout, platform, experts_first)
     kinds = [dict(zip(("l_t", "l_t_moe", "h_t"), kind, strict=True)) for kind in _list_longest_stages(model, layout.pp)]
-    one = find_step_sheet(layout, platform, experts_first)
-    kind = kinds[0] if len(kinds) == 1 else max(kinds, key=lambda kind: one(**values, **kind)["T_micro"])
-    return _correct_bubble(layout, values | kind, one)
+    sheet = find_step_sheet(layout, platform, experts_first)
+    kind = kinds[0] if len(kinds) == 1 else max(kinds, key=lambda kind: sheet(**values, **kind)["T_micro"])
+    return _correct_bubble(layout, values | kind, sheet)
 
 
 def _correct_bubble(layout: Layout, values: dict[str, float], formulas: Sheet) -> dict[str, float]:

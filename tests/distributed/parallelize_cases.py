@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import moefx
-from moefx.distribution.data_parallelism import _find_layers, choose_placements
+from moefx.distribution.data_parallelism import _list_layers_around_blocks, choose_placements
 from moefx.errors import InvalidInput, InvalidPlan
 
 from ..blocks import D, Gated, Loop
@@ -312,7 +312,7 @@ def case_layers_in_other_containers() -> None:
     for container in (nn.ModuleDict(named), nn.Sequential(*named.values())):
         root = nn.ModuleDict({"model": nn.ModuleDict({"layers": container})})
         names = [name for name, layer in container.named_children() if isinstance(layer, Decoder)]
-        found = _find_layers(root, [f"model.layers.{names[0]}.layers.1.moe"])
+        found = _list_layers_around_blocks(root, [f"model.layers.{names[0]}.layers.1.moe"])
         layers = {container.get_submodule(name) for name in names}
         inner = {*container.get_submodule(names[0]).layers}
         assert {*found} == layers | inner

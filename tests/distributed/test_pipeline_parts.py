@@ -15,7 +15,13 @@ from torch.distributed.pipelining import schedules
 from moefx.distribution.pipelines.micro_batches import split_inputs, split_tree
 from moefx.distribution.pipelines.pipeline_schedules import KINDS, SIMULATED, StageOrder, order_stages
 from moefx.distribution.pipelines.stage_sharding import resolve_zero
-from moefx.distribution.pipelines.stage_split import count_layers, find_layer_keys, find_layers, read_split, split_model
+from moefx.distribution.pipelines.stage_split import (
+    count_layers,
+    find_layer_container,
+    find_layer_keys,
+    read_split,
+    split_model,
+)
 from moefx.errors import InvalidInput, InvalidPlan
 from moefx.planner.layout import Layout, Schedule
 
@@ -134,7 +140,7 @@ def test_invalid_splits_raise():
 
 def test_modules_outside_of_layers_belong_to_the_ends():
     model = Decoder("gated", None)
-    assert find_layers(model) == "layers"
+    assert find_layer_container(model) == "layers"
     split = split_model(model, *find_layer_keys(model, None), (1, 1), "", EXAMPLE)
     assert split.owners == {"tokens": 0, "positions": 0, "norm": 1, "head": 1}  # the head is defined first
     assert split.list_units(0) == ["layers.0", "tokens", "positions"]

@@ -237,15 +237,15 @@ def _plan_stages(
         The cut, the plan of this rank, and the planner's decision.
     """
     layers, keys = find_layer_keys(model, name)
-    basis, decision, reading = "as split says" if order.num_stages > 1 else "one stage", None, None
+    basis, decision, survey = "as split says" if order.num_stages > 1 else "one stage", None, None
     if plan.is_undecided or (counts is None and order.num_stages > 1):
-        reading = survey_for_planner(model, layers, keys, example_inputs, plan, mesh)
-    if counts is None and reading is not None:
-        counts, basis = choose_counts(reading, plan, mesh, order.num_stages)
+        survey = survey_for_planner(model, layers, keys, example_inputs, plan, mesh)
+    if counts is None and survey is not None:
+        counts, basis = choose_counts(survey, plan, mesh, order.num_stages)
     elif counts is None:
         counts = count_layers(len(keys), order.num_stages)
-    if plan.is_undecided and reading is not None:
-        decision = decide_plan(reading, counts, order.list_stages(mesh[PIPELINE_AXIS].get_local_rank()), plan, mesh)
+    if plan.is_undecided and survey is not None:
+        decision = decide_plan(survey, counts, order.list_stages(mesh[PIPELINE_AXIS].get_local_rank()), plan, mesh)
         plan = decision.plan
         if decision.warning:
             warnings.warn(f"moefx: {decision.warning}", stacklevel=3)

@@ -77,7 +77,7 @@ def survey_for_planner(
     return PlannerSurvey(facts, layers, has_experts)
 
 
-def choose_counts(reading: PlannerSurvey, plan: Plan, mesh: DeviceMesh, num_stages: int) -> tuple[tuple[int, ...], str]:
+def choose_counts(survey: PlannerSurvey, plan: Plan, mesh: DeviceMesh, num_stages: int) -> tuple[tuple[int, ...], str]:
     """Choose the number of layers of each stage for `split="auto"`: stages of equal predicted time, or of equal numbers
     of layers if the planner cannot read the model. Collective over the mesh: all ranks take the cut of the first one.
 
@@ -87,11 +87,11 @@ def choose_counts(reading: PlannerSurvey, plan: Plan, mesh: DeviceMesh, num_stag
     Raises:
         InvalidPlan: there are fewer layers than stages.
     """
-    counts = count_layers(len(reading.has_experts), num_stages)
+    counts = count_layers(len(survey.has_experts), num_stages)
     try:
-        facts, model = reading.require_facts()
+        facts, model = survey.require_facts()
         layout, experts_first = _find_layout(facts, model, plan, mesh)
-        counts = cut_by_predicted_time(reading, layout, facts.local.platform, experts_first, num_stages)
+        counts = cut_by_predicted_time(survey, layout, facts.local.platform, experts_first, num_stages)
         basis = f"equal predicted times, by the figures of {facts.local.figures}"
     except MoefxError as error:
         basis = f"equal numbers of layers, because no times can be predicted: {str(error).splitlines()[0]}"
@@ -99,7 +99,7 @@ def choose_counts(reading: PlannerSurvey, plan: Plan, mesh: DeviceMesh, num_stag
 
 
 def cut_by_predicted_time(
-    reading: PlannerSurvey,
+    survey: PlannerSurvey,
     layout: Layout,
     platform: Platform,
     experts_first: bool,
@@ -111,8 +111,8 @@ def cut_by_predicted_time(
     Raises:
         UnknownArchitecture: the planner cannot read the model. InvalidPlan: the layout does not fit it.
     """
-    times = predict_layer_times(reading.require_facts()[1], layout, platform, experts_first)
-    return cut_by_time(times.of_layers(reading.has_experts), times.head, num_stages, max_layers)
+    times = predict_layer_times(survey.require_facts()[1], layout, platform, experts_first)
+    return cut_by_time(times.of_layers(survey.has_experts), times.head, num_stages, max_layers)
 
 
 def _find_layout(facts: Facts, model: Architecture, plan: Plan, mesh: DeviceMesh) -> tuple[Layout, bool]:
@@ -136,7 +136,7 @@ def _find_first_use(plan: Plan, mesh: DeviceMesh) -> AxisUse:
 
 
 def decide_plan(
-    reading: PlannerSurvey, counts: tuple[int, ...], own_stages: list[int], plan: Plan, mesh: DeviceMesh
+    survey: PlannerSurvey, counts: tuple[int, ...], own_stages: list[int], plan: Plan, mesh: DeviceMesh
 ) -> Decision:
     """Decide the fields that a plan leaves open, for this rank's stages. All ranks decide alike on the axes; each stage
     has a checkpoint policy of its own. Collective over the mesh.
@@ -147,20 +147,20 @@ def decide_plan(
     Raises:
         InvalidPlan: no axis of the mesh is left for experts, or the ranks disagree.
     """
-    facts = reading.facts
+    facts = survey.facts
     if isinstance(facts, Facts) and isinstance(facts.model, Architecture):
-        facts = dataclasses.replace(facts, model=_reduce_architecture(facts.model, reading, counts, own_stages))
+        facts = dataclasses.replace(facts, model=_reduce_architecture(facts.model, survey, counts, own_stages))
     stage_ranks = mesh.size() // mesh[PIPELINE_AXIS].size()
     is_whole = mesh.size() == dist.get_world_size()
     return decide(gather_by_rank(mesh, facts), dist.get_rank(), mesh if stage_ranks > 1 else None, is_whole=is_whole)
 
 
 def _reduce_architecture(
-    whole: Architecture, reading: PlannerSurvey, counts: tuple[int, ...], own_stages: list[int]
+    whole: Architecture, survey: PlannerSurvey, counts: tuple[int, ...], own_stages: list[int]
 ) -> Architecture | None:
     """Return the architecture of the stages of one rank together, None without experts."""
     ends = list(itertools.accumulate(counts, initial=0))
-    has_experts = [is_moe for stage in own_stages for is_moe in reading.has_experts[ends[stage] : ends[stage + 1]]]
+    has_experts = [is_moe for stage in own_stages for is_moe in survey.has_experts[ends[stage] : ends[stage + 1]]]
     if not any(has_experts):
         return None
     embedding, is_last = whole.vocab_size * whole.hidden_size, len(counts) - 1 in own_stages

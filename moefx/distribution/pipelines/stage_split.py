@@ -80,7 +80,7 @@ def count_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def find_layers(model: nn.Module) -> str:
+def find_layer_container(model: nn.Module) -> str:
     """Return the name of the container of a decoder's layers: of the outermost lists of modules, the one with most
     parameters.
 
@@ -135,7 +135,7 @@ def find_layer_keys(model: nn.Module, name: str | None) -> tuple[str, tuple[str,
         InvalidPlan: the model has no container of this name.
         InvalidInput: no container is found.
     """
-    layers = find_layers(model) if name is None else name
+    layers = find_layer_container(model) if name is None else name
     try:
         container = model.get_submodule(layers)
     except AttributeError:
@@ -143,7 +143,7 @@ def find_layer_keys(model: nn.Module, name: str | None) -> tuple[str, tuple[str,
     if not layers or not isinstance(container, _CONTAINERS):
         raise InvalidPlan(
             f"split={{{layers!r}: ...}}: {type(model).__name__} has no list of modules of that name. Its layers seem "
-            f"to be {find_layers(model)!r}"
+            f"to be {find_layer_container(model)!r}"
         )
     return layers, tuple(key for key, _ in container.named_children())
 

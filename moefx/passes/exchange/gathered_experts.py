@@ -63,8 +63,10 @@ class GatheredTokens:
         arrived = parts(waited, letters, (*("rows" for _ in tokens), "slots", *("weights" for _ in choices)))
         values = dict(zip([*tokens, *choices], [*arrived[:num], *arrived[num + 1 :]], strict=True))
         weights = values[get_argument(pft, "topk_weights")] if self.routed.has_weights else None
-        here = call(ops.build_pft.default, (arrived[num], weights, None), {"num_experts": self.placement.num_slots})
-        results = parts(here, (("B",), ("B",), ("E+1",), ("A", "K"), ("B",)))
+        local_pft = call(
+            ops.build_pft.default, (arrived[num], weights, None), {"num_experts": self.placement.num_slots}
+        )
+        results = parts(local_pft, (("B",), ("B",), ("E+1",), ("A", "K"), ("B",)))
         self.received = ReceivedRows(values, {self.routed.results[i]: results[i] for i in self.routed.results})
 
     def keep_rows_in_stash(self) -> None:
