@@ -72,7 +72,8 @@ class Block:
     def stash_misses(self) -> int:
         """Backwards that computed activations again because the stash had lost them (`Plan(stash_factor=...)`), since
         the block was compiled. Waits for the GPU. Calls inside of compiled graphs are not counted."""
-        return self.forward.missed.read()
+        counter = self.forward.miss_counter
+        return 0 if counter is None else counter.read()
 
     def record_load(self, on: bool = True) -> None:
         """Turn routing statistics on or off; off is the default. Warns if the compiler of the graph keeps none."""

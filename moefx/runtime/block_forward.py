@@ -63,7 +63,9 @@ class BlockForward:
         self.block = block
         self.name = name
         self.expert_layout, self.watch = expert_layout, watch
-        self.counts, self.missed = CallCounts(), MissCounter()
+        self.counts = CallCounts()
+        has_stash = expert_layout is not None and bool(expert_layout.routes.stash_layers)
+        self.miss_counter = MissCounter() if has_stash else None
         self.installed = BlockPrograms(block, name, self.counts)
         self.requests = ProgramRequests(self.installed, specialize)
         self.original = _find_own_forward(block)
@@ -95,7 +97,8 @@ class BlockForward:
         if entry is not None:
             if torch.compiler.is_compiling():
                 return self._run(entry, leaves)
-            outer, running.block, running.counter = (running.block, running.counter), self.name, self.missed.number
+            outer = running.block, running.counter
+            running.block, running.counter = self.name, 0 if self.miss_counter is None else self.miss_counter.number
             try:
                 return self._run(entry, leaves)
             except (TypeError, RuntimeError, InvalidInput) as error:
