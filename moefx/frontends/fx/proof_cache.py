@@ -20,8 +20,9 @@ from ...compiler.block_report import build_report
 from ...compiler.check_policy import CheckPolicy
 from ...compiler.program_builder import build_program
 from ...compiler.survey_result import MatchedBlock
-from ...errors import CaptureError, MoefxError, Refused, summarize_error
+from ...errors import CaptureError, Cause, MoefxError, Refused, summarize_error
 from ...inspection.explain import BlockReport
+from ...inspection.proof_trace import ProofTrace
 from ...ir.node_values import get_op_name
 from ...runtime.program import Program
 from ...runtime.surrounding_modes import suspend_observers
@@ -55,7 +56,38 @@ class CachedProof:
         return all(g.holds(dims) for g in self.guards)
 
 
-_Outcome = CachedProof | Refused
+@dataclasses.dataclass(frozen=True)
+class CachedRefusal:
+    """The words of a refusal. The exception itself has a traceback, whose frames hold the graph and its weights.
+
+    Attributes:
+        dims: the only sizes of the token dims that are refused; None: all sizes.
+    """
+
+    reason: str
+    culprits: tuple[str, ...]
+    source: str
+    remedy: str
+    cause: Cause
+    trace: ProofTrace | None
+    dims: dict[str, int] | None = None
+
+    @classmethod
+    def copy_from(cls, refusal: Refused, dims: dict[str, int] | None = None) -> CachedRefusal:
+        return cls(refusal.reason, refusal.culprits, refusal.source, refusal.remedy, refusal.cause, refusal.trace, dims)
+
+    def concerns(self, dims: dict[str, int]) -> bool:
+        """Return whether these sizes of the token dims are refused."""
+        return self.dims is None or self.dims == dims
+
+    def build_error(self) -> Refused:
+        """Return a new exception: raising one instance again would extend its traceback each time."""
+        error = Refused(self.reason, culprits=self.culprits, source=self.source, remedy=self.remedy, cause=self.cause)
+        error.trace = self.trace
+        return error
+
+
+_Outcome = CachedProof | CachedRefusal
 _proofs: OrderedDict[tuple[Any, Plan, str, torch.dtype | None], list[_Outcome]] = OrderedDict()
 num_proofs_tried = 0  # in this process
 
@@ -67,25 +99,29 @@ def prove_region(analysis: GraphAnalysis, region: ExtractedRegion, plan: Plan) -
         Refused: it is not (provably) a token-choice mixture of experts, or not at these sizes.
     """
     key = region.key, plan, region.device, _find_autocast_dtype(region)
-    outcomes = _proofs.setdefault(key, [])
-    _proofs.move_to_end(key)
-    while len(_proofs) > _MAX_KEYS:
-        _proofs.popitem(last=False)
-    for outcome in outcomes:
-        if isinstance(outcome, CachedProof) and outcome.holds(region.dims):
-            return outcome
-        if isinstance(outcome, Refused):
-            raise outcome
-    try:
-        outcome = _prove(analysis, region, plan)
-        if not outcome.holds(region.dims):
-            failed = next(g for g in outcome.guards if not g.holds(region.dims))
-            raise Refused(f"the proof does not hold for the graph's own sizes: it requires {failed}")
-    except Refused as refusal:
-        outcomes.append(refusal.with_traceback(None))
-        raise
-    outcomes.append(outcome)
-    return outcome
+    with compile_lock():  # guards the cache, too
+        outcomes = _proofs.setdefault(key, [])
+        _proofs.move_to_end(key)
+        while len(_proofs) > _MAX_KEYS:
+            _proofs.popitem(last=False)
+        for outcome in outcomes:
+            if isinstance(outcome, CachedRefusal):
+                if outcome.concerns(region.dims):
+                    raise outcome.build_error()
+            elif outcome.holds(region.dims):
+                return outcome
+        try:
+            proof = _prove(analysis, region, plan)
+        except Refused as refusal:
+            outcomes.append(CachedRefusal.copy_from(refusal))
+            raise
+        failed = next((g for g in proof.guards if not g.holds(region.dims)), None)
+        if failed is not None:  # the key has no sizes: other sizes may hold
+            reason = f"the proof does not hold for the graph's own sizes: it requires {failed}"
+            outcomes.append(CachedRefusal.copy_from(Refused(reason), dict(region.dims)))
+            raise Refused(reason)
+        outcomes.append(proof)
+        return proof
 
 
 def explain_outside_use(analysis: GraphAnalysis, region: ExtractedRegion, plan: Plan) -> Refused | None:
@@ -206,4 +242,5 @@ def _check_numerically(analysis: GraphAnalysis, region: ExtractedRegion, result:
 
 def forget() -> None:
     """Drop all proofs."""
-    _proofs.clear()
+    with compile_lock():
+        _proofs.clear()
