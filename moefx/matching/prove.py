@@ -265,15 +265,16 @@ def complete_evidence(proof: ProofState) -> list[int]:
     Raises:
         Refused: no routing uses all groups.
     """
-    for seed in range(_COMPLETING_SEED, _COMPLETING_SEED + _MAX_EXTRA):
+    for seed in range(_COMPLETING_SEED, _COMPLETING_SEED + _MAX_EXTRA + 1):
         complete = _find_complete_captures(proof)
         if any(proof.evidence.forms[i].unrouted_value for i in complete):
             complete = [i for i in complete if proof.evidence.forms[i].unrouted_value]
         if len(complete) >= 3 and _do_sizes_vary(proof, complete):
             return complete
-        sizes = proof.size_choice.choose(max(21, proof.max_experts // 4), seed)
-        form = proof.capture_and_lift(Routing(("diverse", "overloaded")[seed % 2], seed), sizes)
-        proof.evidence.add(proof.align_form(form), is_aligned=True)
+        if seed < _COMPLETING_SEED + _MAX_EXTRA:
+            sizes = proof.size_choice.choose(max(21, proof.max_experts // 4), seed)
+            form = proof.capture_and_lift(Routing(("diverse", "overloaded")[seed % 2], seed), sizes)
+            proof.evidence.add(proof.align_form(form), is_aligned=True)
     raise Refused(
         f"none of {_MAX_EXTRA} more routings uses all {len(proof.evidence.reference.groups)} kinds of experts at once",
         source=str(proof.evidence.reference.cut.meta["source"]),
