@@ -408,3 +408,29 @@ def test_a_view_by_a_batch_that_may_be_empty_raises_torchs_error():
     for m in (model, compiled):
         with pytest.raises(RuntimeError, match="cannot reshape tensor of 0 elements"):
             m(torch.zeros(0, 9, 6, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        lambda y, n: y * (1 / n),
+        lambda y, n: y / n**2,
+        lambda y, n: y * (6000 // n),
+        lambda y, n: y * (1000 % n),
+        lambda y, n: y * 2 if 4000 // n > 60 else y,
+    ],
+)
+def test_arithmetic_with_the_size_of_merged_axes(scale):
+    """The size of merged axes is `B*S`: `1 / n` is `1 / (B*S)`, not `1 / B * S`."""
+
+    class Merged(Loop):
+        def forward(self, x):
+            h = x.reshape(-1, x.shape[-1])
+            return scale(super().forward(h), h.shape[0]).view_as(x)
+
+    torch.manual_seed(0)
+    model = Merged().double()
+    compiled = moefx.compile(model, example_inputs=torch.randn(2, 10, D, dtype=torch.float64))
+    for lead in ((2, 10), (5, 7), (1, 4), (12, 20)):
+        x = torch.randn(*lead, D, dtype=torch.float64)
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-10, atol=1e-12)

@@ -193,6 +193,8 @@ def _make_arithmetic(symbol: str, fn: Callable, swapped: bool) -> Callable:
         left, right = _find_expression(a), _find_expression(b)
         if left is None or right is None:
             return NotImplemented
+        left = f"({left})" if symbol == "**" and "*" in left else left  # the size of merged axes is `B*S`
+        right = f"({right})" if symbol in ("/", "//", "%", "**") and "*" in right else right
         return _make_number(fn(peek_value(a), peek_value(b)), f"({left}{symbol}{right})", self.log)
 
     return method
