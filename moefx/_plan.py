@@ -60,11 +60,10 @@ class Plan:
         max_tokens: with `dispatch="gather"`, or if `"auto"` chooses it, the most tokens of a rank in a call. Every call
             gathers as many, and a call with more raises `InvalidInput`. None: the hosts agree on the largest number
             before each call, which CUDA graphs cannot hold.
-        stash_factor: with `"gather"` on GPUs, room for the activations that the experts keep for their backward, as a
-            multiple of what they need if every rank gets equally many rows. All layers share it, and what it has no
-            room for is computed again: results do not change. 0 computes everything again. None keeps all rows of each
-            layer in tensors for the worst case, as many times larger as there are ranks, which saves copies. `"auto"`:
-            1.1 over more than two ranks, else None.
+        stash_factor: with `"gather"` on GPUs, the size of the stash that all layers share for the activations of the
+            backward. 1 is the size for equally many rows on each rank. The backward computes lost activations again:
+            results do not change. 0 keeps none. None keeps all rows of each layer in tensors for the worst case, W
+            times larger on W ranks, without copies. `"auto"`: 1.1 over more than two ranks, else None.
         timeout: seconds that a rank waits for others in an exchange before it raises `RanksLost`. None: the timeout of
             the mesh's process groups (see `torch.distributed.init_process_group`).
 

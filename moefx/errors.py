@@ -1,6 +1,6 @@
 """The error catalogue. Every message gives the reason, the user's source line, and the next step.
 
-docs/errors.md has a line for each class: what was seen, and what to do.
+docs/errors.md lists all classes, each with its cause and its remedy.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ def test_the_table_of_calls_is_complete():
 
 
 def format_signature(function: Callable[..., Any]) -> str:
-    """Return the arguments as the table of calls shows them: defaults only of those that have a position."""
+    """Return the arguments in the form of the table of calls. It shows defaults of positional ones only."""
     shown = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY:

@@ -8,7 +8,7 @@ from torch import nn
 from ..inspection.explain import BlockReport
 from ..inspection.proof_trace import ProofTrace
 from ..ir.block_graph import BlockGraph
-from ..ir.expert_body import ExpertBody
+from ..ir.expert_body import ExpertBody, find_up_widths
 from ..ir.node_values import get_argument
 from ..runtime.program import Program
 from .survey_result import MatchedBlock
@@ -40,16 +40,10 @@ def build_report(matched: MatchedBlock, program: Program, block: nn.Module) -> B
         seconds=matched.seconds,
         saved_before=None, saved_after=_count_kept_bytes(graph), unfused=unfused,
         guards=tuple(str(g) for g in match.guards),
-        bodies=tuple(_read_body(n) for n in mlps),
+        bodies=tuple((str(n.kwargs["body"]), find_up_widths(n)) for n in mlps),
         notes=() if matched.expert_layout is None else (str(matched.expert_layout),),
         trace=ProofTrace(match.probe_runs, attempts=matched.result.attempts),
     )  # fmt: skip
-
-
-def _read_body(node: torch.fx.Node) -> tuple[str, tuple[int, ...]]:
-    """Return the body of an `expert_mlp` as JSON, and the widths of its up-projections."""
-    text, up = str(node.kwargs["body"]), get_argument(node, "up")
-    return text, ExpertBody.from_json(text).up_widths([w.meta["val"] for w in up])  # type: ignore[union-attr]
 
 
 def _count_kept_bytes(graph: BlockGraph) -> int | None:

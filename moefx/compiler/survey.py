@@ -71,9 +71,8 @@ def survey_model(model: nn.Module, example_inputs: Any, plan: Plan) -> Survey:
             return Survey((), (refusal,), time.perf_counter() - start, False, twin, copies)
         matched, refused = _try_chains(twin, candidates, plan)
     matched, others = _drop_observed_blocks(model, matched)
-    seconds = time.perf_counter() - start
-    has_attention, traffic = candidates.has_attention, candidates.traffic
-    return Survey(tuple(matched), (*refused, *others), seconds, has_attention, twin, copies, traffic=traffic)
+    seconds, traffic = time.perf_counter() - start, candidates.traffic
+    return Survey(tuple(matched), (*refused, *others), seconds, candidates.has_attention, twin, copies, traffic=traffic)
 
 
 def _try_copy(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:

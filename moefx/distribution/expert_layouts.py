@@ -14,8 +14,7 @@ from .._plan import Plan
 from ..compiler.block_compiler import BlockRewrite
 from ..compiler.survey_result import MatchedBlock, Refusal, Survey
 from ..errors import InvalidInput, InvalidPlan, MoefxError, Refused
-from ..ir.expert_body import ExpertBody
-from ..ir.node_values import get_argument
+from ..ir.expert_body import find_up_widths
 from ..passes.exchange.routed_region import RoutedRegion
 from ..runtime.block_forward import find_rewritten_blocks
 from ..runtime.ranks.expert_layout import ExpertLayout
@@ -25,6 +24,8 @@ from ..runtime.ranks.topology import ExpertAxis
 from ..util.user_code import forward_line
 from .dispatch_choice import choose_routes
 from .expert_storage import find_expert_parameters
+
+ops = torch.ops.moefx
 
 
 def create_layout(axis: ExpertAxis, result: BlockRewrite, plan: Plan) -> ExpertLayout:
@@ -51,25 +52,18 @@ def share_stash(matched: Sequence[MatchedBlock], axis: ExpertAxis, plan: Plan) -
     factor = plan.resolve_stash_factor(axis.size)
     if factor is None or not has_stash(axis):
         return tuple(matched)
-    num_blocks = Counter[tuple[int, ...]]()  # each width of rows has a stash of its own
-    for block in matched:
-        num_blocks[_list_hidden_widths(block)] += len(block.names)
+    gathering = [m for m in matched if m.expert_layout is not None and m.expert_layout.routes.gathers]
+    widths = {m.names: tuple(map(find_up_widths, m.result.graph.find(ops.expert_mlp.default))) for m in gathering}
+    num_blocks = Counter[tuple[tuple[int, ...], ...]]()  # each width of rows has a stash of its own
+    for names, widths_of_block in widths.items():
+        num_blocks[widths_of_block] += len(names)
     shared = []
     for block in matched:
-        if (layout := block.expert_layout) is not None and layout.routes.gathers:
-            widths = _list_hidden_widths(block)
-            routes = dataclasses.replace(layout.routes, stash_layers=factor * num_blocks[widths])
+        if (layout := block.expert_layout) is not None and block.names in widths:
+            routes = dataclasses.replace(layout.routes, stash_layers=factor * num_blocks[widths[block.names]])
             block = dataclasses.replace(block, expert_layout=dataclasses.replace(layout, routes=routes))
         shared.append(block)
     return tuple(shared)
-
-
-def _list_hidden_widths(block: MatchedBlock) -> tuple[int, ...]:
-    """List the widths of the up-projections in a block."""
-    mlps = block.result.graph.find(torch.ops.moefx.expert_mlp.default)
-    up = [[weight.meta["val"] for weight in get_argument(mlp, "up")] for mlp in mlps]
-    bodies = [ExpertBody.from_json(get_argument(mlp, "body")) for mlp in mlps]
-    return tuple(width for body, weights in zip(bodies, up, strict=True) for width in body.up_widths(weights))
 
 
 def has_stash(axis: ExpertAxis) -> bool:

@@ -52,7 +52,8 @@ def check_effects(plan: Plan, mesh: Any) -> None:
 
 def without_mesh_fields(plan: Plan) -> Plan:
     """Return the plan for a single rank: without the fields that have no effect there."""
-    return plan.replace(**{field: getattr(Plan(), field) for field in _MESH_FIELDS})
+    default = Plan()
+    return plan.replace(**{field: getattr(default, field) for field in _MESH_FIELDS})
 
 
 def check_graph_plan(plan: Plan) -> None:

@@ -10,12 +10,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from ..errors import InvalidInput, summarize_error
 from .expression_check import check_dtype, check_expression
+from .node_values import get_argument
 from .pointwise_expression import Expr, format_expression, infer_dtype, list_variables, to_dtype
 
 _ARITHMETIC = {"add", "sub", "mul", "div", "neg", "clamp", "clamp_min", "clamp_max", "_to_copy"}
+
+
+def find_up_widths(mlp: fx.Node) -> tuple[int, ...]:
+    """Return the width of each up-projection of an `expert_mlp` node."""
+    weights = [weight.meta["val"] for weight in get_argument(mlp, "up")]
+    return ExpertBody.from_json(get_argument(mlp, "body")).up_widths(weights)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,11 +132,19 @@ class ExpertBody:
         shapes = [(up[start].shape, gemm.transposed) for start, gemm in zip(starts, self.up, strict=True)]
         return tuple(int(shape[-2 if transposed else -1]) for shape, transposed in shapes)
 
-    def kept_widths(self, keep: str, up_widths: Sequence[int]) -> list[int]:
-        """Return the widths of the values that the policy `keep` of `expert_mlp` keeps."""
+    def act_width(self, up_widths: Sequence[Any]) -> Any:
+        """Return the width of the activation, from the widths of the up-projections."""
         group, *columns = self.parts[0]
-        act_width = len(range(*slice(*columns).indices(up_widths[group])))
-        return {"h": [*up_widths], "all": [*up_widths, act_width]}.get(keep, [])
+        if isinstance(up_widths[group], int):
+            return len(range(*slice(*columns).indices(up_widths[group])))
+        # a meta tensor can slice a symbolic width
+        return torch.empty((1, up_widths[group]), device="meta", dtype=torch.float32)[:, slice(*columns)].shape[1]
+
+    def kept_widths(self, keep: str, up_widths: Sequence[Any]) -> list[Any]:
+        """Return the widths of the values that the policy `keep` of `expert_mlp` keeps."""
+        if keep == "all":
+            return [*up_widths, self.act_width(up_widths)]
+        return [*up_widths] if keep == "h" else []
 
     def act_in(self, dtype: torch.dtype, weight_dtype: torch.dtype | None) -> Expr:
         """Return `act`, with a cast if promotion (by float32 routing weights) would leave the GEMMs' dtype."""

@@ -16,7 +16,7 @@ from .._plan import Plan
 from ..compiler.model_proof import survey_and_check
 from ..compiler.survey_result import Survey
 from ..errors import UnknownArchitecture
-from ..ir.expert_body import ExpertBody
+from ..ir.expert_body import ExpertBody, find_up_widths
 from ..ir.node_values import get_argument
 from ..util.model_wrappers import unwrap_model
 from .architecture import NO_ATTENTION, Architecture, Attention
@@ -115,11 +115,10 @@ def _read_expert_sizes(graph: Any, name: str) -> tuple[int, ...]:
     if len(mlps) != 1:
         raise UnknownArchitecture(f"{name} has {len(mlps)} kinds of fused experts; the planner takes blocks with one")
     x, offsets, inverse = (get_argument(mlps[0], name).meta["val"] for name in ("x", "expert_offsets", "inverse"))
-    body = ExpertBody.from_json(mlps[0].kwargs["body"])
-    up = sum(body.up_widths([weight.meta["val"] for weight in get_argument(mlps[0], "up")]))
+    up = sum(find_up_widths(mlps[0]))
     weights = {w for name in ("up", "up_bias", "down", "down_bias") for w in get_argument(mlps[0], name) or ()}
     total = sum(w.meta["val"].numel() for w in weights)
-    parts = len(body.parts)
+    parts = len(ExpertBody.from_json(mlps[0].kwargs["body"]).parts)
     return x.shape[-1], offsets.shape[0] - 1, inverse.shape[-1], up // parts, parts + 1, total
 
 

@@ -69,7 +69,7 @@ class ModelVerifier:
         self.calls: dict[str, Inputs] = {}  # by block, in order of execution, for the current case
         self.forwards: dict[str, BlockForward] = {}  # in the current sandbox of the compiled model
         self.counts_before: dict[str, CallCounts] = {}  # of their calls, when the sandbox was made
-        self.counts: dict[str, Counter[str]] = {name: Counter() for name in self.names}  # of calls, by what they ran
+        self.counts: dict[str, Counter[str]] = {name: Counter() for name in self.names}  # calls by program
 
     def compare_models(
         self, sets: list[Inputs], seeds: Sequence[int], grads: bool, loss: Any, routings: bool,

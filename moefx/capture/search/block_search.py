@@ -298,7 +298,7 @@ def _make_abstract(tree: Any) -> Any:
 
 
 def _find_nodes(tracer: Tracer, tree: Any) -> list[fx.Node]:
-    """Return the nodes of the tensors in arguments or results, also of those in dataclasses."""
+    """Return the nodes of all tensors in arguments or results. Look into dataclasses, too."""
     nodes: list[fx.Node] = []
 
     def add_node(tensor: torch.Tensor) -> torch.Tensor:

@@ -193,11 +193,18 @@ def _make_arithmetic(symbol: str, fn: Callable, swapped: bool) -> Callable:
         left, right = _find_expression(a), _find_expression(b)
         if left is None or right is None:
             return NotImplemented
-        left = f"({left})" if symbol == "**" and "*" in left else left  # the size of merged axes is `B*S`
-        right = f"({right})" if symbol in ("/", "//", "%", "**") and "*" in right else right
+        if symbol == "**":
+            left = _parenthesize_product(left)
+        if symbol in ("/", "//", "%", "**"):
+            right = _parenthesize_product(right)
         return _make_number(fn(peek_value(a), peek_value(b)), f"({left}{symbol}{right})", self.log)
 
     return method
+
+
+def _parenthesize_product(text: str) -> str:
+    """Put the size of merged axes, `B*S`, in parentheses. Other expressions with an operator have them already."""
+    return f"({text})" if "*" in text and all(map(str.isidentifier, text.split("*"))) else text
 
 
 def _make_unary(text: str, fn: Callable) -> Callable:

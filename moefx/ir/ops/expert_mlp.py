@@ -263,12 +263,11 @@ def weight_gradient(call: ExpertMlpCall, *columns: Tensor | None) -> Tensor:
 @expert_mlp.fake
 def _(*args, body, keep="h", reduce=False, dtype=None, stash_rows=None):
     call = ExpertMlpCall.of(args, body, keep, dtype)
-    up, act, out = call.widths
+    up, _, out = call.widths
     rows = call.x.new_empty((call.x.shape[0] if reduce else call.num_rows, out), dtype=call.out_dtype)
     if stash_rows is not None:
         return [rows, call.x.new_empty(TICKET_SIZE, dtype=torch.int64)]
-    kept = {"h": up, "all": [*up, act]}.get(keep, [])
-    return [rows, *(call.x.new_empty((call.num_rows, width)) for width in kept)]
+    return [rows, *(call.x.new_empty((call.num_rows, width)) for width in call.body.kept_widths(keep, up))]
 
 
 @expert_mlp_backward.fake

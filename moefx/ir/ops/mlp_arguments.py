@@ -85,11 +85,7 @@ class ExpertMlpCall:
             expert_gemms.weight_shape(name, w, offsets, g.transposed, self.x.shape[1])[1]
             for w, g in zip(self.up, self.body.up, strict=True)
         ]
-        group, *columns = self.body.parts[0]
-        if isinstance(up[group], int):
-            act = len(range(*slice(*columns).indices(up[group])))
-        else:  # a meta tensor can slice a symbolic width
-            act = torch.empty((1, up[group]), device="meta", dtype=torch.float32)[:, slice(*columns)].shape[1]
+        act = self.body.act_width(up)
         return up, act, expert_gemms.weight_shape(name, self.down, offsets, self.body.down.transposed, act)[1]
 
     def multiplications(self) -> int:

@@ -52,7 +52,7 @@ class _PartialRun:
 
 
 class BackwardRuns:
-    """The runs of one node's backward, of which each may leave gradients to the next one.
+    """The runs of one node's backward. Each may leave gradients to the next one.
 
     A run calls `find_needs` first, then `has_left_all`, and `end` last.
 
