@@ -13,9 +13,8 @@ from ..capture.code_locations import suppress_program_errors
 from ..capture.sizes.routed_numbers import is_emptiness_test
 from ..errors import Cause, MoefxError, Refused
 from ..ir.node_values import get_op_name
-from .facts.graph_nodes import depends_on_routing, find_comparison
+from .facts.graph_nodes import depends_on_routing, find_buffers, find_comparison
 from .facts.op_classes import CONTRACTIONS_OF_ROWS, ORDERED, RANDOM_INTEGERS, RECURRENCES
-from .probes.branch_outcomes import find_buffers
 from .probes.forced_outcome import DECIDE_OUTSIDE, refuse_limit
 
 if TYPE_CHECKING:

@@ -206,3 +206,20 @@ def _depends(node: fx.Node, name: str, is_first: Callable[[fx.Node], bool]) -> b
         return [] if n.target in SHAPE_ONLY or is_abstract(n) else n.all_input_nodes
 
     return fold_ancestors(node, name, lambda n, are: (is_first(n) and not is_abstract(n)) or any(are), inputs_of)
+
+
+def find_buffers(read: HostRead) -> list[str]:
+    """Return the names of the buffers that a read depends on; empty if it depends on anything else, too."""
+    stack = [read.node] if read.node is not None else [n for n in read.origins if isinstance(n, fx.Node)]
+    buffer_names, visited = list[str](), set[fx.Node]()
+    while stack:
+        node = stack.pop()
+        if node in visited:
+            continue
+        visited.add(node)
+        if node.op == "placeholder" or is_random(node) or (is_state(node) and node.meta["kind"] != "buffer"):
+            return []
+        if is_state(node):
+            buffer_names.append(str(node.meta["fqn"]))
+        stack += node.all_input_nodes
+    return sorted(buffer_names)

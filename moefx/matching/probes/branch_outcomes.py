@@ -34,7 +34,7 @@ from ...errors import MoefxError, Refused
 from ...ir.guards.attribute_reads import find_attributes
 from ...ir.guards.code_closure import collect_code, trace_closure
 from ...ir.node_values import get_op_name
-from ..facts.graph_nodes import collect_numbers, depends_on_routing, is_random, is_state, line
+from ..facts.graph_nodes import collect_numbers, depends_on_routing, find_buffers, line
 from ..facts.integer_ranges import UNBOUNDED, IntegerRanges
 from . import idle_branches, zero_sum_tests
 from .forced_outcome import ForcedStep, OutcomeKind, find_capture, force_outcome, refuse_change, repeat_outcome
@@ -297,23 +297,6 @@ def _find_boundary_values(
             changing_values.append(new[0])
             seen.append(new)
     return changing_values
-
-
-def find_buffers(read: HostRead) -> list[str]:
-    """Return the names of the buffers that a read depends on; empty if it depends on anything else, too."""
-    stack = [read.node] if read.node is not None else [n for n in read.origins if isinstance(n, fx.Node)]
-    buffer_names, visited = list[str](), set[fx.Node]()
-    while stack:
-        node = stack.pop()
-        if node in visited:
-            continue
-        visited.add(node)
-        if node.op == "placeholder" or is_random(node) or (is_state(node) and node.meta["kind"] != "buffer"):
-            return []
-        if is_state(node):
-            buffer_names.append(str(node.meta["fqn"]))
-        stack += node.all_input_nodes
-    return sorted(buffer_names)
 
 
 def _find_named_numbers(block: nn.Module) -> list[float]:
