@@ -13,7 +13,7 @@ Validation = Literal["symbolic", "numeric", "auto"]
 PlacementOrder = Literal["ep_first", "dp_first"]
 SequenceGradients = Literal["replicated", "partial"]
 DropRule = Literal["weight", "position_token", "position_slot"]
-Dispatch = Literal["auto", "flat", "dedup", "rbd", "halo", "gather"]
+Dispatch = Literal["auto", "flat", "dedup", "rbd", "halo", "gather", "pull"]
 Gradients = Literal["manual"]
 
 
@@ -51,19 +51,22 @@ class Plan:
             that has experts of the token; `"rbd"`: one for each node, and from there one for each rank (X-MoE section
             4.2); `"halo"`: as `"rbd"`, but rows that stay in the node do not wait for rows of other nodes (Piper
             section V); `"gather"`: an all-gather brings the tokens of all ranks to every rank, and a reduce-scatter
-            returns their sums: the host reads nothing, and CUDA graphs can hold the exchange; `"auto"`: the fastest one
-            by the bandwidths within and between nodes, which `compile` measures, and the host's time; `explain` shows
-            the figures. On CPUs it does not choose `"gather"`.
+            returns their sums: the host reads nothing, and CUDA graphs can hold the exchange; `"pull"`: as `"gather"`,
+            but a rank reads from the memory of other GPUs of the node only the tokens that its experts need, and their
+            sums; without such access `compile` takes `"gather"`, or `"dedup"`, and `explain` says why; `"auto"`: the
+            fastest one by the bandwidths within and between nodes, which `compile` measures, and the host's time;
+            `explain` shows the figures. It chooses `"gather"` on GPUs only, and never `"pull"`.
         pilots: False: `"halo"` sends a row for each slot, as in Piper, instead of one for each node and rank.
         chunks: the number of parts in which tokens travel. Experts compute on one part while others are on their way.
             It pays if exchanges take long and experts have many rows.
-        max_tokens: with `dispatch="gather"`, or if `"auto"` chooses it, the most tokens of a rank in a call. Every call
-            gathers as many, and a call with more raises `InvalidInput`. None: the hosts agree on the largest number
-            before each call, which CUDA graphs cannot hold.
-        stash_factor: with `"gather"` on GPUs, the size of the stash that all layers share for the activations of the
-            backward. 1 is the size for equally many rows on each rank. The backward computes lost activations again:
-            results do not change. 0 keeps none. None keeps all rows of each layer in tensors for the worst case, W
-            times larger on W ranks, without copies. `"auto"`: 1.1 over more than two ranks, else None.
+        max_tokens: with `dispatch="gather"` or `"pull"`, or if `"auto"` chooses the former, the most tokens of a rank
+            in a call. Every call has room for as many, and a call with more raises `InvalidInput`. None: the hosts
+            agree on the largest number before each call, which CUDA graphs cannot hold.
+        stash_factor: with `"gather"` or `"pull"` on GPUs, the size of the stash that all layers share for the
+            activations of the backward. 1 is the size for equally many rows on each rank. The backward computes lost
+            activations again: results do not change. 0 keeps none. None keeps all rows of each layer in tensors for
+            the worst case, W times larger on W ranks, without copies. `"auto"`: 1.1 over more than two ranks, else
+            None.
         timeout: seconds that a rank waits for others in an exchange before it raises `RanksLost`. None: the timeout of
             the mesh's process groups (see `torch.distributed.init_process_group`).
 
@@ -208,6 +211,11 @@ class Plan:
     def is_undecided(self) -> bool:
         """Whether the planner decides a field."""
         return "auto" in (self.checkpoint, self.expert_axis)
+
+    @property
+    def may_gather(self) -> bool:
+        """Whether the experts of a rank may get the tokens of all ranks: no counts of rows are exchanged."""
+        return self.dispatch in ("gather", "pull", "auto")
 
     def resolve_stash_factor(self, num_ranks: int) -> float | None:
         """Return `stash_factor` for this number of ranks of the experts. `"auto"` copies rows into a stash where the

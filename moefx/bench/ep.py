@@ -33,7 +33,7 @@ from . import mirror_group
 from .results import add_shapes, append_row, build_parser
 from .shapes import Shape, activation, draw_tensors
 
-DISPATCHES = ("flat", "dedup", "rbd", "halo", "gather")
+DISPATCHES = ("flat", "dedup", "rbd", "halo", "gather", "pull")
 _EXCHANGES = ("nccl", "mirrored_exchange")  # parts of the names of exchange kernels
 _WARM_UP, _ROUNDS, _STEPS = 3, 5, 4
 

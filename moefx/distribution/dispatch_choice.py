@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 import torch.distributed as dist
 
 from .._plan import Plan
 from ..compiler.block_compiler import BlockRewrite
 from ..errors import InvalidPlan
 from ..ir.expert_placement import ExchangeRoutes
+from ..ir.ops.peer_memory import find_obstacle as find_obstacle_to_peer_memory
 from ..ir.ops.uneven_all_to_all import get_group
 from ..passes.exchange.routed_region import RoutedRegion
 from ..runtime.ranks.link_costs import (
@@ -38,19 +40,30 @@ def choose_routes(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tuple[E
         why = f"{dispatch!r} as planned, over one node; set Plan(node_size=...) if there are several"
     if dispatch == "auto":
         dispatch, why = _choose_dispatch(axis, plan, result)
-    if dispatch == "gather":
-        if not _has_reduce_scatter(axis):
-            raise InvalidPlan(
-                f"Plan(dispatch='gather') on {axis.mesh.device_type}: gloo has no reduce-scatter there. Use NCCL, or "
-                "Plan(dispatch='dedup')"
-            )
+    if dispatch == "pull" and (obstacle := find_obstacle(axis)):
+        dispatch = "gather" if _has_reduce_scatter(axis) else "dedup"
+        why = f"{dispatch!r} for the planned 'pull': {obstacle}"
+    if dispatch == "gather" and not _has_reduce_scatter(axis):
+        raise InvalidPlan(
+            f"Plan(dispatch='gather') on {axis.mesh.device_type}: gloo has no reduce-scatter there. Use NCCL, or "
+            "Plan(dispatch='dedup')"
+        )
+    if dispatch in ("gather", "pull"):
         routes = axis.build_routes(by_level=False, dedup=True)
         host_group = "" if plan.max_tokens else axis.host_group
-        return dataclasses.replace(routes, gathers=True, max_tokens=plan.max_tokens, host_group=host_group), why
+        limit = {"max_tokens": plan.max_tokens, "host_group": host_group}
+        return dataclasses.replace(routes, gathers=True, pulls=dispatch == "pull", **limit), why
     if dispatch in ("rbd", "halo"):
         halo = dispatch == "halo"
         return axis.build_routes(by_level=True, dedup=not halo or plan.pilots, splits_intra_node=halo), why
     return axis.build_routes(by_level=False, dedup=dispatch != "flat"), why
+
+
+def find_obstacle(axis: ExpertAxis) -> str | None:
+    """Return the reason why ranks cannot pull rows from each other, or None if they can. Collective."""
+    if len(axis.topology.sizes) > 1:
+        return "the ranks are on several nodes"
+    return find_obstacle_to_peer_memory(axis.exchange_group, torch.device(axis.mesh.device_type))
 
 
 def _choose_dispatch(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tuple[str, str]:

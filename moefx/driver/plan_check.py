@@ -42,12 +42,12 @@ def check_effects(plan: Plan, mesh: Any) -> None:
         raise _no_effect(plan, "sequence_gradients", "say which ranks share tokens: Plan(sequence_axis=...)")
     if not plan.pilots and plan.dispatch not in ("halo", "auto"):
         raise _no_effect(plan, "pilots", f"dispatch={plan.dispatch!r} is not 'halo'")
-    if plan.max_tokens is not None and plan.dispatch not in ("gather", "auto"):
-        raise _no_effect(plan, "max_tokens", f"dispatch={plan.dispatch!r} is not 'gather'")
-    if "stash_factor" in changed and plan.dispatch not in ("gather", "auto"):
-        raise _no_effect(plan, "stash_factor", f"dispatch={plan.dispatch!r} is not 'gather'")
-    if plan.chunks > 1 and plan.dispatch == "gather":
-        raise _no_effect(plan, "chunks", "dispatch='gather' moves all tokens at once")
+    if plan.max_tokens is not None and not plan.may_gather:
+        raise _no_effect(plan, "max_tokens", f"dispatch={plan.dispatch!r} is neither 'gather' nor 'pull'")
+    if "stash_factor" in changed and not plan.may_gather:
+        raise _no_effect(plan, "stash_factor", f"dispatch={plan.dispatch!r} is neither 'gather' nor 'pull'")
+    if plan.chunks > 1 and plan.dispatch in ("gather", "pull"):
+        raise _no_effect(plan, "chunks", f"dispatch={plan.dispatch!r} moves all tokens at once")
 
 
 def without_mesh_fields(plan: Plan) -> Plan:

@@ -28,6 +28,7 @@ from .graph_printer import print_block
 from .node_values import (
     BUILD_PFT,
     PLACE_CHOICES,
+    PULL_TOKENS,
     WAIT_GATHERED,
     TensorSpec,
     format_target,
@@ -189,7 +190,7 @@ def _includes_other_ranks(pft: Node) -> bool:
         return True
     slots = get_argument(pft, "topk_ids")
     is_part = isinstance(slots, Node) and slots.target is operator.getitem
-    return is_part and format_target(read_item(slots)[0]) == WAIT_GATHERED
+    return is_part and format_target(read_item(slots)[0]) in (WAIT_GATHERED, PULL_TOKENS)
 
 
 def _is_literal(value: Any) -> bool:

@@ -35,6 +35,8 @@ class ExchangeRoutes:
         timeout: seconds to wait for other ranks; None for the limit of the process groups.
         chunks: number of parts in which the tokens travel, so that computation overlaps with exchanges.
         gathers: every rank gets the tokens of all ranks by an even collective (see `ir.ops.token_gather`).
+        pulls: with `gathers`, every rank reads the tokens that it needs from the memory of the other ranks instead
+            (see `ir.ops.peer_rows`).
         max_tokens: with `gathers`, the most tokens of a rank in a call. If None, the ranks agree before each call over
             `host_group`, a process group that works on the CPU.
         stash_layers: with `gathers`, the room of all layers' stash (see `ir.activation_stash`), in rows that this
@@ -49,6 +51,7 @@ class ExchangeRoutes:
     timeout: float | None = None
     chunks: int = 1
     gathers: bool = False
+    pulls: bool = False
     max_tokens: int | None = None
     host_group: str = ""
     stash_layers: float | None = None

@@ -23,7 +23,7 @@ _SEQUENCE = frozenset({"shard_tokens", "unshard_tokens"})
 _EXCHANGES = frozenset(
     {
         "all_to_all_rows", "wait_rows", "all_to_all_back", "wait_sums",
-        "agree_length", "gather_tokens", "wait_gathered", "scatter_sums", "wait_scattered",
+        "agree_length", "gather_tokens", "wait_gathered", "scatter_sums", "wait_scattered", "pull_tokens", "pull_sums",
     }
 )  # fmt: skip
 

@@ -9,6 +9,7 @@ from torch.fx import Node
 
 BUILD_PFT, PLACE_CHOICES = "moefx::build_pft", "moefx::place_choices"
 WAIT_GATHERED = "moefx::wait_gathered"
+PULL_TOKENS = "moefx::pull_tokens"
 
 
 class TensorSpec(NamedTuple):

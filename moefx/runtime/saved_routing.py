@@ -15,9 +15,9 @@ _SAVED_OPS = frozenset(
         "moefx::place_choices", "moefx::chunk_choices", "moefx::near_and_far", "moefx::plan_dispatch",
         "moefx::exchange_counts", "moefx::read_counts", "moefx::all_to_all_rows", "moefx::wait_rows",
         "moefx::all_to_all_back", "moefx::wait_sums", "moefx::agree_length", "moefx::gather_tokens",
-        "moefx::wait_gathered", "moefx::scatter_sums", "moefx::wait_scattered", "moefx::shard_tokens",
-        "moefx::unshard_tokens", "moefx::build_pft", "aten::topk", "aten::sort", "aten::argmax", "aten::max.dim",
-        "aten::multinomial",
+        "moefx::wait_gathered", "moefx::scatter_sums", "moefx::wait_scattered", "moefx::pull_tokens",
+        "moefx::pull_sums", "moefx::shard_tokens", "moefx::unshard_tokens", "moefx::build_pft", "aten::topk",
+        "aten::sort", "aten::argmax", "aten::max.dim", "aten::multinomial",
     }
 )  # fmt: skip
 

@@ -36,7 +36,9 @@ ALL_CASES = "MOEFX_TEST_ALL"  # an environment variable: `sampled` keeps all ite
 
 def list_cases(module: str) -> list[str]:
     """Return the names of the cases of a module of this folder, without importing it."""
-    return re.findall(r"^def (case_\w+)", (Path(__file__).parent / f"{module}.py").read_text(), re.MULTILINE)
+    return re.findall(
+        r"^(?:def )?(case_\w+)(?:\(| = )", (Path(__file__).parent / f"{module}.py").read_text(), re.MULTILINE
+    )
 
 
 class RankPool:

@@ -153,6 +153,11 @@ def test_gathered_tokens_give_the_same_sums(four_ranks, case):
     four_ranks(*case)
 
 
+@for_each_case("pull_cases")
+def test_pulled_tokens_give_the_same_sums(four_ranks, case):
+    four_ranks(*case)
+
+
 def test_exchanges_send_the_predicted_bytes(four_ranks):
     four_ranks("volume_cases")
 
@@ -269,7 +274,7 @@ def test_a_lost_rank_raises(name):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name",
-    ("auto", "compile", "corpus", "gather", "hop", "lost", "pipeline")
+    ("auto", "compile", "corpus", "gather", "hop", "lost", "pipeline", "pull")
     + ("program", "reduction", "sequence", "state", "verify", "wrapper"),
 )
 def test_all_cases_pass_without_sampling(name):
@@ -282,7 +287,8 @@ def test_on_gpus():
     """Run on one GPU per rank, or on one that four ranks share."""
     devices = torch.cuda.device_count()
     size, backend = (4, "gloo") if devices == 1 else (min(devices, 4), "nccl")
-    launch(size, "tests.distributed.gpu_cases", environment={"BACKEND": backend, "MOEFX_AUTOTUNE": "0"})
+    environment = {"BACKEND": backend, "MOEFX_AUTOTUNE": "0", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+    launch(size, "tests.distributed.gpu_cases", environment=environment)
 
 
 def test_a_rank_that_fails_is_shown():

@@ -254,7 +254,7 @@ def _plan_stages(
 
 def _widen_stash(plan: Plan, mesh: DeviceMesh, order: StageOrder) -> Plan:
     """Make room for all micro-batches in flight, if the experts of a stage share a stash."""
-    if plan.dispatch not in ("gather", "auto"):
+    if not plan.may_gather:
         return plan
     axes = resolve_expert_axes(mesh, plan.expert_axis)
     factor = plan.resolve_stash_factor(math.prod(mesh[axis].size() for axis in axes))

@@ -25,6 +25,14 @@ from .exchange_routes import (
 )
 from .expert_gemms import expert_rows, expert_rows_backward, grouped_mm, grouped_mm_backward
 from .expert_mlp import expert_mlp, expert_mlp_backward
+from .peer_rows import (
+    add_rows,
+    pull_sums,
+    pull_sums_backward,
+    pull_tokens,
+    pull_tokens_backward,
+    read_rows,
+)
 from .row_exchange import (
     all_to_all_back,
     all_to_all_rows,
@@ -59,12 +67,12 @@ from .token_routing import (
 from .weights_later import weights_later
 
 __all__ = [
-    "DROP_RULES", "agree_length", "all_to_all_back", "all_to_all_rows", "all_to_all_rows_backward", "build_pft",
-    "build_pft_backward", "chunk_choices", "combine", "combine_backward", "count_rows", "dispatch", "exchange_counts",
-    "expert_mlp", "expert_mlp_backward", "expert_rows", "expert_rows_backward", "gather_tokens",
+    "DROP_RULES", "add_rows", "agree_length", "all_to_all_back", "all_to_all_rows", "all_to_all_rows_backward",
+    "build_pft", "build_pft_backward", "chunk_choices", "combine", "combine_backward", "count_rows", "dispatch",
+    "exchange_counts", "expert_mlp", "expert_mlp_backward", "expert_rows", "expert_rows_backward", "gather_tokens",
     "gather_tokens_backward", "grouped_mm", "grouped_mm_backward", "join_columns", "near_and_far", "pack_rows",
-    "pick_choices", "pick_choices_backward", "place_choices", "plan_dispatch", "read_counts", "scatter_sums",
-    "shard_tokens", "split_columns", "sum_shards", "unshard_tokens", "wait_gathered", "wait_gathered_backward",
-    "wait_rows", "wait_rows_backward", "wait_scattered", "wait_scattered_backward", "wait_sums", "wait_sums_backward",
-    "weights_later",
+    "pick_choices", "pick_choices_backward", "place_choices", "plan_dispatch", "pull_sums", "pull_sums_backward",
+    "pull_tokens", "pull_tokens_backward", "read_counts", "read_rows", "scatter_sums", "shard_tokens", "split_columns",
+    "sum_shards", "unshard_tokens", "wait_gathered", "wait_gathered_backward", "wait_rows", "wait_rows_backward",
+    "wait_scattered", "wait_scattered_backward", "wait_sums", "wait_sums_backward", "weights_later",
 ]  # fmt: skip

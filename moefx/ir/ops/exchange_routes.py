@@ -146,7 +146,15 @@ def exchange_counts(
     Returns:
         Arguments for `read_counts`: this rank's counts, int64 [chunks, numbers], and the other ranks' counts in
         transit.
+
+    Raises:
+        MoefxError: a CUDA graph is being captured, which cannot hold the copy to the host in `read_counts`.
     """
+    refuse_capture(
+        places[0],
+        "copies numbers of rows to the host",
+        'Plan(dispatch="gather", max_tokens=...), whose exchange is even',
+    )
     process_group = get_group(group)
     layout = _counts_layout(tuple(levels), dist.get_rank(process_group), near)
     node_range = layout.node_range if near else []
@@ -199,11 +207,7 @@ def read_counts(
     Raises:
         RanksLost: another rank has died, does not answer in time, or has another fingerprint.
         ExpertsOverwritten: see `runtime.ranks.overwrite_detection`.
-        MoefxError: a CUDA graph is being captured, which cannot hold the copy.
     """
-    refuse_capture(
-        counts, "copies numbers of rows to the host", 'Plan(dispatch="gather", max_tokens=...), whose exchange is even'
-    )
     process_group = get_group(group)
     layout = _counts_layout(tuple(levels), dist.get_rank(process_group), near)
     # No entry if a checkpoint kept the counts and reads them again.

@@ -64,7 +64,7 @@ def agree_length(place: Tensor, *, fingerprint: int, host_group: str) -> Tensor:
     return numbers[:, 0].amax().reshape(1)
 
 
-def _choose_length(num_tokens: Any, length: Tensor | None, max_tokens: int) -> Any:
+def choose_length(num_tokens: Any, length: Tensor | None, max_tokens: int) -> Any:
     """Return L of a call.
 
     Raises:
@@ -128,7 +128,7 @@ def gather_tokens(
         The tensors in transit: each of `tokens`, [A,D], and one buffer of `choices` and `place`, uint8 [A,bytes]. Then
         a ticket for each of `tokens` [L,D] and `choices` [L,K].
     """
-    rows = _choose_length(place.shape[0], length, max_tokens)
+    rows = choose_length(place.shape[0], length, max_tokens)
     columns = [_pad_rows(c, rows) for c in choices] + [_pad_rows(place, rows, -1)]
     gathered = start_gather([*(_pad_rows(t, rows) for t in tokens), join_columns(columns)], size, group)
     return [*gathered, *(_make_ticket(t, rows, t.shape[1]) for t in (*tokens, *choices))]
@@ -236,7 +236,7 @@ def start_scatter(parts: Sequence[Tensor], size: int, group: str) -> list[Tensor
 # ------------------------------------------------------------------------------------------------------
 
 
-def _fake_length(length: Any, max_tokens: int) -> Any:
+def fake_length(length: Any, max_tokens: int) -> Any:
     return torch.library.get_ctx().new_dynamic_size() if length is not None else max_tokens
 
 
@@ -245,7 +245,7 @@ agree_length.fake(lambda place, **_: torch.empty(1, dtype=torch.int64))
 
 @gather_tokens.fake
 def _(tokens, choices, place, length, *, max_tokens, size, group):
-    rows = _fake_length(length, max_tokens)
+    rows = fake_length(length, max_tokens)
     packed = place.new_empty((size * rows, _choice_columns(choices, place).num_bytes), dtype=torch.uint8)
     gathered = [t.new_empty((size * rows, t.shape[1])) for t in tokens]
     return [*gathered, packed, *(_make_ticket(t, rows, t.shape[1]) for t in (*tokens, *choices))]

@@ -19,6 +19,7 @@ from ...ir.expert_body import ExpertBody
 from ...ir.op_providers import register_compiler
 from ...ir.ops import exchange_routes as ir_routes
 from ...ir.ops import expert_mlp as ir_mlp  # not by the names of this package's modules
+from ...ir.ops import peer_rows as ir_peers
 from ...ir.ops import row_packing as ir_packing
 from ...ir.ops import token_routing as ir_routing
 
@@ -100,6 +101,18 @@ def _lazy_exchange_op(name: str) -> Any:
     return run
 
 
+def _read_rows(*args: Any, **kwargs: Any) -> Any:
+    from .peer_ops import read_rows
+
+    return read_rows(*args, **kwargs)
+
+
+def _add_rows(*args: Any, **kwargs: Any) -> Any:
+    from .peer_ops import add_rows
+
+    return add_rows(*args, **kwargs)
+
+
 def _compile_ahead() -> contextlib.AbstractContextManager[None]:
     from .compile_ahead import compile_ahead
 
@@ -114,6 +127,10 @@ def _supports_sums(rows: Tensor, combine_weights: Tensor | None, *_: Tensor) -> 
 
 def _all_on_gpu(tensors: Sequence[Tensor], *_: Any, **__: Any) -> bool:
     return _on_gpu(tensors[0])
+
+
+def _supports_peer_sums(peers: Sequence[Tensor], *_: Any, **__: Any) -> bool:
+    return _on_gpu(peers[0]) and peers[0].dtype in _GEMM_DTYPES  # sums are in float32
 
 
 def _supports_backward(grad: Tensor, *args: Any, **kwargs: Any) -> bool:
@@ -131,3 +148,5 @@ if importlib.util.find_spec("triton") is not None:
         _op.provider("triton", supports=_on_gpu, rank=1)(_lazy_exchange_op(_op.name))
     ir_mlp.expert_mlp.provider("triton", supports=_supports_experts, rank=1)(_expert_mlp)
     ir_mlp.expert_mlp_backward.provider("triton", supports=_supports_backward, rank=1)(_expert_mlp_backward)
+    ir_peers.read_rows.provider("triton", supports=_all_on_gpu, rank=1)(_read_rows)
+    ir_peers.add_rows.provider("triton", supports=_supports_peer_sums, rank=1)(_add_rows)

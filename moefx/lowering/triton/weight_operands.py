@@ -82,7 +82,7 @@ class Weights:
         column, inner = (first, second) if columns_first else (second, first)
         if self.addresses is not None:
             access = "table, unaligned" if any(a % 16 for a in self.addresses) else "table"
-            table = mark_constant(_table(self.addresses, self.tensor.device))
+            table = mark_constant(build_address_table(self.addresses, self.tensor.device))
             return Operand(table, 0, column, inner, access, columns_first)
         expert = self.tensor.stride(0)
         if block is not None and is_describable(self.tensor):
@@ -135,7 +135,7 @@ def _copy(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 @functools.lru_cache(maxsize=4096)
-def _table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
+def build_address_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
     """Return the addresses as int64 [E].
 
     Created in another thread: allocations of this thread may belong to a CUDA graph's pool (`torch.compile` warms a

@@ -9,7 +9,13 @@
     back   = scatter_sums(y)                             starts a reduce-scatter
     out    = wait_scattered(back)
 
-See `ir.ops.token_gather`. The host reads nothing that the routing decides.
+See `ir.ops.token_gather`. If ranks read each other's memory (`ExchangeRoutes.pulls`), one step each replaces the
+collectives and their waits (see `ir.ops.peer_rows`):
+
+    rows, slots, weights = pull_tokens([x], [topk_weights], place)
+    out    = pull_sums(y, slots, place)
+
+The host reads nothing that the routing decides.
 """
 
 from __future__ import annotations
@@ -41,33 +47,54 @@ class GatheredTokens:
         self.axis = level.axis
         self.received = ReceivedRows({}, {})
         self.place: fx.Node | None = None
+        self.slots: fx.Node | None = None
         self.letter = "S"
 
     def insert_gather(self, place: fx.Node, tokens: list[fx.Node], choices: list[fx.Node], fingerprint: int) -> None:
         """Gather tokens and choices of all ranks, and route them to the experts of this rank."""
         call, parts, pft = self.routed.call, self.routed.unpack, self.routed.pft
-        self.place, self.letter, num = place, str(place.meta["letters"][0]), len(tokens)
+        self.place, self.letter = place, str(place.meta["letters"][0])
         length = None
         if not self.routes.max_tokens:
             agreed = {"fingerprint": fingerprint, "host_group": self.routes.host_group}
             length = call(ops.agree_length.default, (place,), agreed, ("1",), axis=self.axis)
-        sizes = {"max_tokens": self.routes.max_tokens or 0, **self.to}
-        sent = call(ops.gather_tokens.default, (tokens, choices, place, length), sizes, name="sent", axis=self.axis)
-        moving = parts(sent, ((),) * (2 * num + 1 + len(choices)))
-        first = {"first_place": self.routes.position * self.placement.num_slots}
-        arguments = moving[: num + 1], moving[num + 1 :], choices, place
-        waited = call(ops.wait_gathered.default, arguments, {**first, **self.to})
-        waited.meta["save"] = True
+        insert = self._insert_pull if self.routes.pulls else self._insert_collective
+        here = insert(place, tokens, choices, length)
+        here.meta["save"] = True
         of_tokens = tuple(("A", *t.meta.get("letters", ("S", "D"))[1:]) for t in tokens)
         letters = (*of_tokens, ("A", "K"), *(("A", "K") for _ in choices))
-        arrived = parts(waited, letters, (*("rows" for _ in tokens), "slots", *("weights" for _ in choices)))
-        values = dict(zip([*tokens, *choices], [*arrived[:num], *arrived[num + 1 :]], strict=True))
+        arrived = parts(here, letters, (*("rows" for _ in tokens), "slots", *("weights" for _ in choices)))
+        self.slots = arrived.pop(len(tokens))
+        values = dict(zip([*tokens, *choices], arrived, strict=True))
         weights = values[get_argument(pft, "topk_weights")] if self.routed.has_weights else None
-        local_pft = call(
-            ops.build_pft.default, (arrived[num], weights, None), {"num_experts": self.placement.num_slots}
-        )
+        local_pft = call(ops.build_pft.default, (self.slots, weights, None), {"num_experts": self.placement.num_slots})
         results = parts(local_pft, (("B",), ("B",), ("E+1",), ("A", "K"), ("B",)))
         self.received = ReceivedRows(values, {self.routed.results[i]: results[i] for i in self.routed.results})
+
+    def _insert_collective(
+        self, place: fx.Node, tokens: list[fx.Node], choices: list[fx.Node], length: fx.Node | None
+    ) -> fx.Node:
+        """Emit the start of an all-gather and the wait for it. Returns the wait."""
+        call, num = self.routed.call, len(tokens)
+        sizes = {"max_tokens": self.routes.max_tokens or 0, **self.to}
+        sent = call(ops.gather_tokens.default, (tokens, choices, place, length), sizes, name="sent", axis=self.axis)
+        moving = self.routed.unpack(sent, ((),) * (2 * num + 1 + len(choices)))
+        arguments = moving[: num + 1], moving[num + 1 :], choices, place
+        return call(ops.wait_gathered.default, arguments, {"first_place": self._first_place, **self.to})
+
+    def _insert_pull(
+        self, place: fx.Node, tokens: list[fx.Node], choices: list[fx.Node], length: fx.Node | None
+    ) -> fx.Node:
+        """Emit the step that reads the other ranks' memory."""
+        sizes = {"max_tokens": self.routes.max_tokens or 0, "first_place": self._first_place}
+        arguments = tokens, choices, place, length
+        kwargs = {**sizes, "num_slots": self.placement.num_slots, **self.to}
+        return self.routed.call(ops.pull_tokens.default, arguments, kwargs, axis=self.axis)
+
+    @property
+    def _first_place(self) -> int:
+        """This rank's first destination."""
+        return self.routes.position * self.placement.num_slots
 
     def keep_rows_in_stash(self) -> None:
         """Let the experts keep activations in the stash, if the routes have one."""
@@ -86,10 +113,12 @@ class GatheredTokens:
 
     def insert_back(self, sums: fx.Node) -> fx.Node:
         """Return the sums of all ranks' tokens to the ranks of the tokens."""
-        call, parts = self.routed.call, self.routed.unpack
+        call, parts, letters = self.routed.call, self.routed.unpack, (self.letter, "D")
+        if self.routes.pulls:
+            arguments, kwargs = (sums, self.slots, self.place), {"num_slots": self.placement.num_slots, **self.to}
+            return call(ops.pull_sums.default, arguments, kwargs, letters, axis=self.axis)
         back = call(ops.scatter_sums.default, (sums,), self.to, name="back", axis=self.axis)
         sent, ticket = parts(back, ((), ()))
-        letters = (self.letter, "D")
         return call(ops.wait_scattered.default, (sent, ticket, self.place), self.to, letters)
 
 

@@ -38,12 +38,13 @@ class ExpertLayout:
         parts = f", in {self.routes.chunks} parts" if self.routes.chunks > 1 else ""
         if self.routes.gathers:
             limit = self.routes.max_tokens
+            how = "pulls the tokens of its experts" if self.routes.pulls else "gathers the tokens of all ranks"
             agreement = f"at most {limit} tokens a rank" if limit else "the hosts agree on the number of tokens"
             kept = self.routes.stash_layers
             stash = "" if kept is None else f"; a stash keeps activations of {kept:g} balanced layers for the backward"
             return (
                 f"experts over {placement.num_ranks} ranks of mesh axis {placement.axis!r}, {placement.num_slots} "
-                f"each; every rank gathers the tokens of all ranks, {agreement} ({self.reason}){stash}"
+                f"each; every rank {how}, {agreement} ({self.reason}){stash}"
             )
         return (
             f"experts over {placement.num_ranks} ranks of mesh axis {placement.axis!r} ({levels}), "

@@ -151,14 +151,14 @@ class ExpertAxis:
     def build_routes(self, *, by_level: bool, dedup: bool, splits_intra_node: bool = False) -> ExchangeRoutes:
         """Route rows in one exchange, or in one per level (`by_level`). The latter is collective: it makes groups."""
         if not by_level or len(self.topology.sizes) == 1:
-            levels, splits_intra_node = (TopologyLevel(self.name, self.size, self._exchange_group),), False
+            levels, splits_intra_node = (TopologyLevel(self.name, self.size, self.exchange_group),), False
             order = Topology.from_ranks(self.own.mesh.tolist(), ()).order
         else:
             levels, order = self.levels, self.topology.order
         return ExchangeRoutes(levels, order.index(self.rank), order, dedup, splits_intra_node, self.timeout)
 
     @functools.cached_property
-    def _exchange_group(self) -> str:
+    def exchange_group(self) -> str:
         """The process group of the axis, or a group of the same ranks with its own timeout."""
         if self.timeout is None:
             return self.group
@@ -177,8 +177,8 @@ class ExpertAxis:
         Raises:
             InvalidPlan: this torch has no gloo.
         """
-        if "cpu" in {device.type for device in get_group(self._exchange_group)._device_types}:
-            return self._exchange_group
+        if "cpu" in {device.type for device in get_group(self.exchange_group)._device_types}:
+            return self.exchange_group
         if not dist.is_gloo_available():
             raise InvalidPlan(
                 "Plan(dispatch='gather') agrees on the number of tokens between hosts, and this torch has no gloo: use "

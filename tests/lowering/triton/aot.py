@@ -29,7 +29,7 @@ from triton.runtime.jit import JITFunction
 
 from moefx.ir.expert_body import ExpertBody, Gemm
 from moefx.ir.ops.dialect import DROP_RULES
-from moefx.lowering.triton import autotune, build_pft, exchange_ops, expert_mlp_steps, tile_configs, tuning
+from moefx.lowering.triton import autotune, build_pft, exchange_ops, expert_mlp_steps, peer_ops, tile_configs, tuning
 from moefx.lowering.triton import expert_mlp_call as run_module
 from moefx.lowering.triton.tile_configs import Config
 
@@ -235,6 +235,9 @@ def compile_exchanges(dtype: torch.dtype) -> None:
     exchange_ops.join_columns([rows, places])
     exchange_ops.combine(rows, None, token_ids, offsets, inverse)
     exchange_ops.combine(rows, weights.flatten(), token_ids, offsets, inverse)
+    for peers in ([x, x], [x[:, 1:], x[:, 1:]]):  # aligned or not
+        peer_ops.read_rows(peers, torch.cat([place, place]), num_slots=4)
+        peer_ops.add_rows(peers, place, num_slots=4, first_row=0)
 
 
 def list_roles(kernel: str, device: torch.device, dtype: torch.dtype) -> list[Config]:

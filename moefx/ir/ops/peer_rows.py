@@ -1,0 +1,220 @@
+"""Pull the rows that this rank's experts need from the memory of other ranks, and the sums of its own tokens.
+
+Each rank shows its tokens, routing weights and destinations to the other ranks (`peer_memory`). It reads all
+destinations and weights, and of the tokens only those with an expert here: one row for each token and rank. The rows
+have the places of `token_gather`, so the experts compute as there: rows of other tokens are 0. Then the ranks show the
+sums of their experts, and each rank adds up those of its own tokens, in the order of ranks, in float32. The backward is
+the mirror image: it pulls the gradients of the sums, and adds up the gradients of the tokens.
+
+Sizes depend on the number of tokens alone: the host reads nothing that the routing decides, and nothing can overflow.
+
+Letters: S tokens of this rank, L tokens of a rank with padding, A = W*L tokens of all W ranks, K slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .exchange_routes import destination_rank
+from .op_definition import op, unpack_saved
+from .peer_memory import shared_columns
+from .token_gather import choose_length, fake_length
+from .uneven_all_to_all import get_group
+
+# -- kernels
+# ------------------------------------------------------------------------------------------------------
+
+
+@op("read_rows(Tensor[] peers, Tensor slots, *, int num_slots) -> Tensor", contract="peers[*], slots[A,K] -> rows[A,_]")
+def read_rows(peers: list[Tensor], slots: Tensor, *, num_slots: int) -> Tensor:
+    """Read the rows of tokens with an expert on this rank, [A,D]. Other rows are 0.
+
+    Args:
+        peers: the tokens of each rank, [L,D]. slots: expert slots on this rank; all others are outside of
+            [0, num_slots).
+    """
+    is_needed = ((slots >= 0) & (slots < num_slots)).any(1)
+    return torch.where(is_needed[:, None], torch.cat(list(peers)), 0)
+
+
+@op(
+    "add_rows(Tensor[] peers, Tensor place, *, int num_slots, int first_row) -> Tensor",
+    contract="peers[*], place[S,K] -> sums[S,_]",
+)
+def add_rows(peers: list[Tensor], place: Tensor, *, num_slots: int, first_row: int) -> Tensor:
+    """Add up the rows of this rank's tokens from the ranks with one of their experts, [S,D]: in the order of ranks, in
+    float32 or wider, rounded once.
+
+    Args:
+        peers: the rows of each rank, [A,D]. place: destinations, see `exchange_routes`. first_row: the row of this
+            rank's first token.
+    """
+    rows, ranks = slice(first_row, first_row + place.shape[0]), destination_rank(place, num_slots)
+    wide = torch.promote_types(peers[0].dtype, torch.float32)
+    total = torch.zeros((place.shape[0], peers[0].shape[1]), dtype=wide, device=place.device)
+    for rank, theirs in enumerate(peers):
+        total += torch.where((ranks == rank).any(1)[:, None], theirs[rows], 0)
+    return total.to(peers[0].dtype)
+
+
+# -- there
+# ------------------------------------------------------------------------------------------------------
+
+
+@op(
+    "pull_tokens(Tensor[] tokens, Tensor[] choices, Tensor place, Tensor? length, *, int max_tokens, int first_place, "
+    "int num_slots, int size, str group) -> Tensor[]",
+    contract="tokens[*], choices[*], place[S,K], length[1]? -> rows[*]",
+)
+def pull_tokens(
+    tokens: list[Tensor],
+    choices: list[Tensor],
+    place: Tensor,
+    length: Tensor | None,
+    *,
+    max_tokens: int,
+    first_place: int,
+    num_slots: int,
+    size: int,
+    group: str,
+) -> list[Tensor]:
+    """Pull the tokens with an expert on this rank, and the choices of all tokens.
+
+    Args:
+        tokens: values of tokens, [S,D]. choices: values of slots (routing weights), [S,K]. Differentiable.
+        place: the destination of each slot, see `exchange_routes`; -1 for padding.
+        length: L, from `agree_length`; None for `max_tokens`.
+        first_place: this rank's first destination. num_slots: its number of destinations. size: W.
+
+    Returns:
+        Values of tokens [A,D], destinations of their slots less `first_place` int32 [A,K], then values of slots [A,K].
+    """
+    rows = choose_length(place.shape[0], length, max_tokens)
+    with shared_columns([*tokens, *choices, place], rows, group) as peers:
+        *values, places = (torch.cat(columns) for columns in zip(*(p[len(tokens) :] for p in peers), strict=True))
+        slots = places - first_place
+        pulled = [read_rows([p[i] for p in peers], slots, num_slots=num_slots) for i in range(len(tokens))]
+    return [*pulled, slots, *values]
+
+
+@op(
+    "pull_tokens_backward(Tensor[] grads, Tensor place, *, int num_slots, str group) -> Tensor[]",
+    contract="grads[*], place[S,K] -> gradients[*]",
+)
+def pull_tokens_backward(grads: list[Tensor], place: Tensor, *, num_slots: int, group: str) -> list[Tensor]:
+    """Add up the gradients of this rank's tokens [S,D] and choices [S,K], from those of each rank, [A,...]."""
+    return _add_own_rows(grads, place, num_slots, group)
+
+
+# -- back
+# ------------------------------------------------------------------------------------------------------
+
+
+@op(
+    "pull_sums(Tensor sums, Tensor slots, Tensor place, *, int num_slots, int size, str group) -> Tensor",
+    contract="sums[A,D], slots[A,K], place[S,K] -> out[S,D]",
+)
+def pull_sums(sums: Tensor, slots: Tensor, place: Tensor, *, num_slots: int, size: int, group: str) -> Tensor:
+    """Add up the ranks' sums of this rank's tokens, [S,D].
+
+    Args:
+        sums: this rank's sums, for the tokens of all ranks. slots: as from `pull_tokens`.
+    """
+    return _add_own_rows([sums], place, num_slots, group)[0]
+
+
+@op(
+    "pull_sums_backward(Tensor grad, Tensor slots, *, int num_slots, int size, str group) -> Tensor",
+    contract="grad[S,D], slots[A,K] -> grads[A,D]",
+)
+def pull_sums_backward(grad: Tensor, slots: Tensor, *, num_slots: int, size: int, group: str) -> Tensor:
+    """Pull the gradients of the sums of tokens with an expert on this rank, [A,D]. Other rows are 0."""
+    with shared_columns([grad], slots.shape[0] // size, group) as peers:
+        return read_rows([column for (column,) in peers], slots, num_slots=num_slots)
+
+
+def _add_own_rows(columns: list[Tensor], place: Tensor, num_slots: int, group: str) -> list[Tensor]:
+    """Add up the rows of this rank's tokens over the ranks, for columns of the tokens of all ranks."""
+    num_rows, process_group = columns[0].shape[0], get_group(group)
+    first_row = num_rows // process_group.size() * process_group.rank()
+    with shared_columns(columns, num_rows, group) as peers:
+        return [
+            add_rows(list(column), place, num_slots=num_slots, first_row=first_row)
+            for column in zip(*peers, strict=True)
+        ]
+
+
+# -- registration
+# ------------------------------------------------------------------------------------------------------
+
+read_rows.fake(lambda peers, slots, **_: peers[0].new_empty((slots.shape[0], peers[0].shape[1])))
+add_rows.fake(lambda peers, place, **_: peers[0].new_empty((place.shape[0], peers[0].shape[1])))
+
+
+@pull_tokens.fake
+def _(tokens, choices, place, length, *, max_tokens, first_place, num_slots, size, group):
+    rows = size * fake_length(length, max_tokens)
+    return [t.new_empty((rows, t.shape[1])) for t in (*tokens, place, *choices)]
+
+
+@pull_tokens_backward.fake
+def _(grads, place, *, num_slots, group):
+    return [grad.new_empty((place.shape[0], grad.shape[1])) for grad in grads]
+
+
+pull_sums.fake(lambda sums, slots, place, **_: sums.new_empty((place.shape[0], sums.shape[1])))
+pull_sums_backward.fake(lambda grad, slots, **_: grad.new_empty((slots.shape[0], grad.shape[1])))
+
+
+# -- derivatives
+# ------------------------------------------------------------------------------------------------------
+
+read_rows.without_gradient()
+add_rows.without_gradient()
+
+
+def _save_pull(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> None:
+    tokens, choices, place, _ = args
+    ctx.kwargs = {name: kwargs[name] for name in ("num_slots", "group")}
+    ctx.floats = [[t.is_floating_point() for t in ts] for ts in (tokens, choices)]
+    ctx.outputs = [(o.shape, o.dtype, o.device) for o in outputs]
+    ctx.mark_non_differentiable(*(o for o in outputs if not o.is_floating_point()))
+    ctx.save_for_backward(place)
+
+
+def _pull_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
+    # Every rank takes part in the exchange, even without a gradient of its own.
+    known = [
+        torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad.to(dtype)
+        for grad, (shape, dtype, device) in zip(grads, ctx.outputs, strict=True)
+        if dtype.is_floating_point
+    ]
+    (place,) = unpack_saved(ctx)
+    gradients = iter(pull_tokens_backward(known, place, **ctx.kwargs))
+    of_tokens, of_choices = ([next(gradients) if float else None for float in floats] for floats in ctx.floats)
+    return of_tokens, of_choices, None, None
+
+
+pull_tokens.autograd(save=_save_pull, backward=_pull_gradients)
+pull_tokens_backward.once_differentiable("pull_tokens")
+
+
+def _save_sums(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
+    sums, slots, _ = args
+    ctx.kwargs, ctx.dtype = kwargs, sums.dtype
+    ctx.save_for_backward(slots)
+
+
+pull_sums.autograd(
+    save=_save_sums,
+    backward=lambda ctx, grads: (
+        pull_sums_backward(grads[0].to(ctx.dtype), *unpack_saved(ctx), **ctx.kwargs),
+        None,
+        None,
+    ),
+)
+pull_sums_backward.once_differentiable("pull_sums")
