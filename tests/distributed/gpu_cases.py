@@ -209,6 +209,7 @@ def _replay_with_other_tokens(compiled: torch.nn.Module, x: torch.Tensor, grad: 
         return [out.detach(), x.grad, compiled.router.weight.grad, compiled.up.grad.to_local()]
 
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
             step()
@@ -247,7 +248,7 @@ def _check_captured(layer: torch.nn.Module, mesh: DeviceMesh, plan: moefx.Plan, 
     x, grad = (torch.randn(SHAPE.T, SHAPE.d, device="cuda").bfloat16() for _ in range(2))
     x.requires_grad_()
     by_factor = []
-    for factor in (None, 0.5, 1.5):  # 0.5 has no room for a balanced layer. A later stash must be larger
+    for factor in (None, 0.5, dist.get_world_size()):  # 0.5 has no room for a balanced layer
         compiled = moefx.compile(
             copy.deepcopy(layer), mesh=mesh, plan=plan.replace(stash_factor=factor), example_inputs=example
         )

@@ -17,7 +17,7 @@ import contextlib
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,17 +25,21 @@ from torch import Tensor
 
 from ...errors import MoefxError
 from .row_packing import Column, Layout
-from .uneven_all_to_all import get_group, raise_ranks_lost
+from .uneven_all_to_all import describe_lost_ranks, get_group
 
-_GROWTH = 1.5  # a new buffer is at least this many times as large as the last one
 _MAX_VIEWS = 64  # layouts whose views are kept
 
 
 class SharedBuffers(NamedTuple):
-    """One uint8 buffer of each rank, and a barrier of the devices: a rank continues once all have reached it."""
+    """One uint8 buffer of each rank, and a barrier of the devices: a rank continues once all have reached it.
+
+    Attributes:
+        owner: keeps the memory alive.
+    """
 
     buffers: Sequence[Tensor]
     barrier: Callable[[], object]
+    owner: object = None
 
 
 def allocate(group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> SharedBuffers:
@@ -50,25 +54,37 @@ def allocate(group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> 
     handle = symmetric_memory.rendezvous(own, group)
     buffers = [handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(group.size())]
     milliseconds = round(1e3 * _get_timeout(group, device))
-    return SharedBuffers(buffers, lambda: handle.barrier(channel=0, timeout_ms=milliseconds))
+    return SharedBuffers(buffers, lambda: handle.barrier(channel=0, timeout_ms=milliseconds), (own, handle))
 
 
 def _get_timeout(group: dist.ProcessGroup, device: torch.device) -> float:
     """Return the seconds that a rank of the group waits for others."""
-    backend = group._get_backend(device)
-    options = getattr(backend, "options", None)
-    return (options._timeout if options is not None else dist.default_pg_timeout).total_seconds()
+    return group._get_backend(device).options._timeout.total_seconds()
+
+
+class _Shown(NamedTuple):
+    """Views of the buffers for columns of some shapes.
+
+    Attributes:
+        peers: for each rank its columns, [num_rows, width] each.
+        own: the rows that this rank fills. padding: rows of integers behind them.
+    """
+
+    peers: list[list[Tensor]]
+    own: list[Tensor]
+    padding: list[Tensor]
 
 
 class PeerMemory:
     """The buffers of one process group on one kind of device. They grow on demand."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
-        self._group, self._device = weakref.ref(group), device
+        index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
+        self._group, self._device = weakref.ref(group), torch.device(device.type, index)
         self._shared = SharedBuffers([], lambda: None)
         self._captured: list[SharedBuffers] = []  # their addresses are in CUDA graphs
         self._stream: torch.cuda.Stream | None = None
-        self._views: dict[tuple[int, tuple[Column, ...]], list[list[Tensor]]] = {}
+        self._views: dict[tuple[Any, ...], _Shown] = {}
 
     def reserve(self, num_bytes: int) -> None:
         """Make room for as many bytes on each rank. Collective if it grows: all ranks ask for equally many.
@@ -77,33 +93,46 @@ class PeerMemory:
             MoefxError: the buffers are too small, and a CUDA graph is being captured.
         """
         room = self._shared.buffers[0].numel() if self._shared.buffers else 0
-        capturing = self._is_capturing()
-        if num_bytes > room:
-            if capturing:
-                raise MoefxError(
-                    'the memory that ranks share for `dispatch="pull"` cannot be allocated while a CUDA graph is being '
-                    "captured: run one step with as many tokens before the capture"
-                )
-            group = self._group()
-            assert group is not None
-            self._views.clear()
-            self._shared = allocate(group, max(num_bytes, int(_GROWTH * room)), self._device)
-        if capturing and self._shared not in self._captured:
-            self._captured.append(self._shared)
+        if num_bytes <= room:
+            return
+        if self._is_capturing():
+            raise MoefxError(
+                'the memory that ranks share for `dispatch="pull"` cannot be allocated while a CUDA graph is being '
+                "captured: run one step with as many tokens before the capture"
+            )
+        group = self._group()
+        assert group is not None
+        self._views.clear()
+        self._shared = allocate(group, num_bytes, self._device)
 
-    def views(self, num_rows: int, layout: Layout) -> list[list[Tensor]]:
-        """Return each rank's columns at the begin of the buffers, [num_rows, width] each."""
-        key = num_rows, tuple(layout.columns)
-        if (found := self._views.get(key)) is None:
-            if len(self._views) >= _MAX_VIEWS:
-                self._views.clear()
-            shape = num_rows, layout.num_bytes
-            self.reserve(max(1, math.prod(shape)))
-            rows = [buffer[: math.prod(shape)].view(shape) for buffer in self._shared.buffers]
-            found = self._views[key] = [layout.views(packed) for packed in rows]
-        elif self._device.type == "cuda":
-            self.reserve(0)  # notes a capture
-        return found
+    def show(self, columns: Sequence[Tensor], num_rows: int, room: int) -> list[list[Tensor]]:
+        """Copy this rank's columns to its buffer. Returns each rank's columns, [num_rows, width].
+
+        Args:
+            room: number of rows that fit without a larger buffer.
+        """
+        key = (num_rows, columns[0].shape[0], *[(c.dtype, c.shape[1]) for c in columns])
+        shown = self._views.get(key) or self._build_views(key, columns, num_rows, room)
+        if self._device.type == "cuda":
+            self._order_streams()
+        torch._foreach_copy_(shown.own, list(columns))  # pyright: ignore[reportPrivateImportUsage]
+        for rows in shown.padding:
+            rows.fill_(-1)
+        return shown.peers
+
+    def _build_views(self, key: tuple[Any, ...], columns: Sequence[Tensor], num_rows: int, room: int) -> _Shown:
+        layout = Layout([*map(Column.of, columns)])
+        shape = num_rows, layout.num_bytes
+        self.reserve(max(1, room * layout.num_bytes))
+        group, filled = self._group(), columns[0].shape[0]
+        assert group is not None
+        peers = [layout.views(buffer[: math.prod(shape)].view(shape)) for buffer in self._shared.buffers]
+        own = peers[group.rank()]
+        padding = [rows[filled:] for rows in own if filled < num_rows and not rows.dtype.is_floating_point]
+        if len(self._views) >= _MAX_VIEWS:
+            self._views.clear()
+        shown = self._views[key] = _Shown(peers, [rows[:filled] for rows in own], padding)
+        return shown
 
     def wait_for_all(self) -> None:
         """Let the device wait until the devices of all ranks have come this far.
@@ -111,14 +140,18 @@ class PeerMemory:
         Raises:
             RanksLost: an earlier wait has exceeded the timeout.
         """
-        with raise_ranks_lost():
+        try:
             self._shared.barrier()
+        except RuntimeError as error:
+            raise describe_lost_ranks(error) from error
 
-    def use_stream(self) -> None:
+    def _order_streams(self) -> None:
         """Let the current stream wait for the exchange before, if that ran in another stream."""
-        if self._device.type != "cuda" or self._is_capturing():  # a capture begins when the device has finished
+        if self._is_capturing():  # a capture begins when the device has finished
+            if not any(shared is self._shared for shared in self._captured):
+                self._captured.append(self._shared)
             return
-        stream = torch.cuda.current_stream(self._device)
+        stream = torch.cuda.current_stream(self._device.index)
         if self._stream is not None and self._stream != stream:
             stream.wait_stream(self._stream)
         self._stream = stream
@@ -141,12 +174,13 @@ def open_peer_memory(name: str, device: torch.device) -> PeerMemory:
 
 
 @contextlib.contextmanager
-def shared_columns(columns: Sequence[Tensor], num_rows: int, group: str) -> Iterator[list[list[Tensor]]]:
+def shared_columns(columns: Sequence[Tensor], num_rows: int, group: str, room: int = 0) -> Iterator[list[list[Tensor]]]:
     """Show this rank's columns [rows, width] to all ranks of the group, and theirs to this one.
 
     Args:
         num_rows: number of rows that all ranks share, at least those of `columns`; rows behind them hold any values in
             columns of floating dtype, and -1 in those of integers.
+        room: number of such rows that later exchanges share: with it they need no larger buffer.
 
     Yields:
         For each rank, its columns. They may be read until the end of the context.
@@ -155,14 +189,9 @@ def shared_columns(columns: Sequence[Tensor], num_rows: int, group: str) -> Iter
         RanksLost: another rank has died, or does not answer within the timeout of the process group.
     """
     memory = open_peer_memory(group, columns[0].device)
-    views = memory.views(num_rows, Layout([*map(Column.of, columns)]))
-    memory.use_stream()
-    for column, own in zip(columns, views[get_group(group).rank()], strict=True):
-        own[: column.shape[0]].copy_(column)
-        if column.shape[0] < num_rows and not column.dtype.is_floating_point:
-            own[column.shape[0] :].fill_(-1)
+    peers = memory.show(columns, num_rows, max(room, num_rows))
     memory.wait_for_all()
-    yield views
+    yield peers
     memory.wait_for_all()
 
 

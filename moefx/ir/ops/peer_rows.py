@@ -94,7 +94,7 @@ def pull_tokens(
         Values of tokens [A,D], destinations of their slots less `first_place` int32 [A,K], then values of slots [A,K].
     """
     rows = choose_length(place.shape[0], length, max_tokens)
-    with shared_columns([*tokens, *choices, place], rows, group) as peers:
+    with shared_columns([*tokens, *choices, place], rows, group, room=rows * size) as peers:
         *values, places = (torch.cat(columns) for columns in zip(*(p[len(tokens) :] for p in peers), strict=True))
         slots = places - first_place
         pulled = [read_rows([p[i] for p in peers], slots, num_slots=num_slots) for i in range(len(tokens))]

@@ -102,9 +102,13 @@ def raise_ranks_lost() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        first = str(error).partition("\n")[0]
-        raise RanksLost(
-            f"rank {dist.get_rank()} waits for rows of other ranks in vain: one of them has ended with an error, has "
-            f"stalled for longer than Plan(timeout=...) or the process group allows, or runs another program; look at "
-            f"their outputs. torch says: {first}"
-        ) from error
+        raise describe_lost_ranks(error) from error
+
+
+def describe_lost_ranks(error: RuntimeError) -> RanksLost:
+    first = str(error).partition("\n")[0]
+    return RanksLost(
+        f"rank {dist.get_rank()} waits for rows of other ranks in vain: one of them has ended with an error, has "
+        f"stalled for longer than Plan(timeout=...) or the process group allows, or runs another program; look at "
+        f"their outputs. torch says: {first}"
+    )
