@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidCheckpoint, MoefxError
+from ..util.tensor_bytes import view_bytes
 from .tensor_regions import Region
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -143,8 +144,7 @@ class ShardFile:
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     def append(self, tensor: Tensor) -> None:
-        if tensor.numel():
-            self._file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        self._file.write(view_bytes(tensor))
 
     def __enter__(self) -> ShardFile:
         return self

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import InvalidPlan
 from ...runtime.ranks.sharding import PIPELINE_AXIS
+from ...util.tensor_bytes import view_bytes
 
 _VALUES = 8  # per parameter
 
@@ -44,5 +45,5 @@ def _digest(model: nn.Module) -> str:
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
         if not parameter.is_meta and parameter.numel():
             flat = parameter.detach().reshape(-1)
-            digest.update(flat[:: max(1, len(flat) // _VALUES)].double().cpu().numpy().tobytes())
+            digest.update(view_bytes(flat[:: max(1, len(flat) // _VALUES)].double()))
     return digest.hexdigest()

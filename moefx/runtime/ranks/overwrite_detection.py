@@ -27,6 +27,7 @@ from ...errors import ExpertsOverwritten
 from ...ir.expert_placement import Placement
 from ...ir.ops.parameter_samples import NUM_WORDS, local_sample, register, select
 from ...ir.ops.uneven_all_to_all import format_ranks, get_group
+from ...util.tensor_bytes import view_bytes
 from .data_parallel_wrappers import (
     DDP_REFUSAL,
     DEEPSPEED_REFUSAL,
@@ -150,7 +151,7 @@ class OverwritingWatch:
         digest = hashlib.sha256()
         for tensor in self._list_expert_tensors():
             flat = _local_part(tensor).reshape(-1)
-            digest.update(flat[:: max(1, len(flat) // _CONFIRMED_VALUES)].double().cpu().numpy().tobytes())
+            digest.update(view_bytes(flat[:: max(1, len(flat) // _CONFIRMED_VALUES)].double()))
         device = self.now.device if self.now is not None else torch.device("cpu")
         own_digest = torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64).to(device)
         digests = [torch.empty_like(own_digest) for _ in range(self.placement.num_ranks)]
