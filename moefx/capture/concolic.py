@@ -86,32 +86,19 @@ def capture_block(
     state = _register_state(tracer, block, make_copy)
     args, kwargs, inputs = _register_inputs(tracer, args, kwargs)
     initial_tensors = dict(state)
-    unique = list(block.named_modules())
-    names = {id(m): n for n, m in unique if n}
-    original_attributes = {n: dict(vars(m)) for n, m in unique}
-    tracer.named |= install_copies(block, make_copy)
-    captured_attributes = {n: dict(vars(m)) for n, m in unique}
-    registries, hooks = copy_registries(unique, REGISTRIES), copy_registries(unique, HOOKS)
-    outside = OutsideState(block, (args, kwargs))
+    snapshot = _Snapshot(block, (args, kwargs))
     try:
-        out, drawn = _run_block(tracer, block, state, args, kwargs, names, outside.generators)
+        tracer.named |= install_copies(block, make_copy)
+        attributes = snapshot.list_attributes()
+        out, drawn = _run_block(tracer, block, state, args, kwargs, snapshot)
         with torch.DisableTorchFunction():
-            effects = collect_effects(tracer, unique, captured_attributes, initial_tensors, state, inputs)
-            effects += find_registry_changes(registries)
-            foreign = [tracer.named.get(i, "a tensor that is no buffer") for i in tracer.overwritten]
-            effects += [Effect("record", path, None) for path in [*outside.list_changes(), *foreign]]
-            effects += [Effect("draw", name, None) for name in drawn]
-            new_attributes = {key for t in collect_tensors(out) for key in vars(t).keys() - _list_fake_attributes()}
-            effects += [Effect("record", f"the attribute {key} of a tensor", None) for key in new_attributes]
+            effects = collect_effects(tracer, snapshot.modules, attributes, initial_tensors, state, inputs)
+            effects += _collect_records(tracer, snapshot, out, drawn)
             written = {e.node: t for e in effects if e.kind == "input" for _, t, node in inputs if e.target is node}
             out = open_dataclasses(out, lambda t: _find_result_node(tracer, t, written))
             tracer.refuse_lost_gradients([n for n in pytree.tree_leaves(out) if isinstance(n, fx.Node)])
     finally:
-        restore_registries(registries)
-        for n, m in unique:
-            restore_attributes(m, original_attributes[n])
-        restore_registries(hooks)  # models may install hooks at their first call
-        outside.restore()
+        snapshot.restore()
         with torch.no_grad(), torch.DisableTorchFunction():
             for t, value in tracer.overwritten.values():
                 t.copy_(value)
@@ -136,19 +123,66 @@ def capture_block(
     )
 
 
+class _Snapshot:
+    """All that a run of a block may change in Python: its modules, and the objects that its code and arguments reach.
+
+    Attributes:
+        modules: the block's modules, each once, with its name.
+        outside: the objects outside of the modules.
+    """
+
+    def __init__(self, block: nn.Module, arguments: Any):
+        self.modules = list(block.named_modules())
+        self.outside = OutsideState(block, arguments)
+        self._attributes = self.list_attributes()
+        self._registries = copy_registries(self.modules, REGISTRIES)
+        self._hooks = copy_registries(self.modules, HOOKS)
+
+    def list_attributes(self) -> dict[str, dict[str, Any]]:
+        """Return the current attributes of each module."""
+        return {name: dict(vars(module)) for name, module in self.modules}
+
+    def find_registry_changes(self) -> list[Effect]:
+        return find_registry_changes(self._registries)
+
+    def restore(self) -> None:
+        restore_registries(self._registries)
+        for name, module in self.modules:
+            restore_attributes(module, self._attributes[name])
+        restore_registries(self._hooks)  # models may install hooks at their first call
+        self.outside.restore()
+
+
+def _collect_records(tracer: Tracer, snapshot: _Snapshot, out: Any, drawn: list[str]) -> list[Effect]:
+    """Return the effects of a run that a graph cannot repeat.
+
+    Args:
+        drawn: the names of the random generators that the run used.
+    """
+    foreign = [tracer.named.get(i, "a tensor that is no buffer") for i in tracer.overwritten]
+    new_attributes = {key for t in collect_tensors(out) for key in vars(t).keys() - _list_fake_attributes()}
+    return [
+        *snapshot.find_registry_changes(),
+        *(Effect("record", path, None) for path in [*snapshot.outside.list_changes(), *foreign]),
+        *(Effect("draw", name, None) for name in drawn),
+        *(Effect("record", f"the attribute {key} of a tensor", None) for key in new_attributes),
+    ]
+
+
 def _run_block(
     tracer: Tracer,
     block: nn.Module,
     state: dict[str, torch.Tensor],
     args: tuple,
     kwargs: dict[str, Any],
-    names: dict[int, str],
-    generators: dict[str, Any],
+    snapshot: _Snapshot,
 ) -> tuple[Any, list[str]]:
     """Run a block under the tracer. Returns its result, and the names of the random generators that it used."""
     functions = TorchFunctions(tracer)
+    names = {id(module): name for name, module in snapshot.modules if name}
     with (
-        without_fake_tensor_errors(), clear_filled_caches(tracer), keep_random_state(generators) as list_drawn,
+        without_fake_tensor_errors(), clear_filled_caches(tracer),
+        keep_random_state(snapshot.outside.generators) as list_drawn,
         torch.random.fork_rng(devices=[]), record_calls(tracer, names, functions), tracer, functions,
     ):  # fmt: skip
         torch.default_generator.manual_seed(tracer.routing.seed)  # captures use no generator of an accelerator

@@ -314,6 +314,21 @@ class TestUntouched:
         assert nn.Module.__call__ is call and torch.is_grad_enabled is query
         assert torch.autograd.Function.__dict__.get("apply", apply) is apply
 
+    def test_attributes_are_restored_after_an_error_between_their_copies(self, monkeypatch):
+        block = Fn(lambda self, x: x[self.first] + self.second, first=torch.tensor([1, 0]), second=torch.tensor([2, 3]))
+        first, second = block.first, block.second
+        vary = Routing.vary_integers
+
+        def fail_at_second(self, t, name, *rest):
+            if name == "second":
+                raise ValueError("of the copy")
+            return vary(self, t, name, *rest)
+
+        monkeypatch.setattr(Routing, "vary_integers", fail_at_second)
+        with pytest.raises(ValueError, match="of the copy"):
+            run(block, make_meta(2))
+        assert block.first is first and block.second is second
+
     def test_meta_model_and_real_model_give_one_graph(self):
         real, abstract = Busy(), Busy().to("meta")
         a, b = run(real, make_meta(3, 4)), run(abstract, make_meta(3, 4))
