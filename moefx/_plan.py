@@ -93,7 +93,8 @@ class Plan:
         validation: `"symbolic"` proves the rewrite on abstract tensors under several routings; `"numeric"` also runs
             original and rewritten block side by side on a few tokens; `"auto"` does so if the weights exist and
             `validation_seconds` allows it.
-        validation_seconds: time budget of the numeric check over all blocks, in seconds.
+        validation_seconds: time budget of the numeric check, in seconds. `compile` has it once for all blocks. Each
+            program for a later kind of call has it again, and so has each region of a flat graph.
 
     Attributes: Passes
         fuse: collapse dispatch, GEMMs and the pointwise part into `expert_mlp`. False: one op per step, for debugging.

@@ -54,7 +54,11 @@ class Verdict:
 
 
 class CheckPolicy:
-    """Applies the table above to rewrites. All of them share the time budget of the plan."""
+    """Applies the table above to rewrites.
+
+    The rewrites of one policy share `plan.validation_seconds`. `compile` makes one policy for all blocks. Each later
+    program and each region of a graph has its own policy, with the whole budget.
+    """
 
     def __init__(self, plan: Plan):
         self.plan, self.seconds_left = plan, plan.validation_seconds
