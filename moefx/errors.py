@@ -127,6 +127,10 @@ def refuse_own_bug(error: Exception, source: str) -> Refused:
     return Refused(f"moefx itself failed on it ({summarize_error(error)})", source=source, remedy=remedy)
 
 
+class CompileTimeout(MoefxError, TimeoutError):
+    """Another thread has compiled for ten minutes, and only one compiles at a time."""
+
+
 class AbsorbedModuleChanged(MoefxError, RuntimeError):
     """A submodule that is part of the rewritten block was replaced, hooked, parametrized or called; or a call failed
     because another part was replaced, and may have had effects before."""

@@ -16,7 +16,7 @@ from ..._plan import Plan
 from ...capture.tracing.op_sets import SELECTION_OPS
 from ...compiler.survey_result import Refusal
 from ...driver.plan_check import check_graph_plan, check_passes
-from ...errors import Cause, InvalidInput, InvalidPlan, Refused, refuse_own_bug
+from ...errors import Cause, CompileTimeout, InvalidInput, InvalidPlan, Refused, refuse_own_bug
 from ...ir.node_values import get_op_name
 from . import proof_cache
 from .chunking import explain_chunks
@@ -130,7 +130,11 @@ def find_regions(
     origins: dict[fx.Node, fx.Node] | None,
     names: set[str],
 ) -> GraphRegions:
-    """Find and prove the regions of a graph. Raises nothing: failures are refusals."""
+    """Find and prove the regions of a graph. Failures are refusals.
+
+    Raises:
+        CompileTimeout: another thread compiles all the time.
+    """
     start = time.perf_counter()
     analysis = GraphAnalysis(gm, example_inputs, origins)
     search = RegionSearch(analysis)
@@ -194,6 +198,8 @@ def _prove_candidates(
             proof = proof_cache.prove_region(analysis, region, plan)
             removable = dict.fromkeys(find_removable(bounds, analysis), region)
             order_units(analysis, owner | removable)
+        except CompileTimeout:
+            raise  # it says nothing about the region, and each further one would wait as long
         except Exception as error:
             if refusal is None:
                 outside = proof_cache.explain_outside_use(analysis, region, plan) if region is not None else None
