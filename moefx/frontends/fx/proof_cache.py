@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from .region_module import ExtractedRegion
 
 _log = logging.getLogger(__name__)
 _MAX_KEYS = 256
+_MAX_OUTCOMES = 16  # of one key: a graph compiled at ever new sizes may need a proof for each
 
 
 @dataclasses.dataclass
@@ -88,7 +89,7 @@ class CachedRefusal:
 
 
 _Outcome = CachedProof | CachedRefusal
-_proofs: OrderedDict[tuple[Any, Plan, str, torch.dtype | None], list[_Outcome]] = OrderedDict()
+_proofs: OrderedDict[tuple[Any, Plan, str, torch.dtype | None], deque[_Outcome]] = OrderedDict()
 num_proofs_tried = 0  # in this process
 
 
@@ -100,7 +101,7 @@ def prove_region(analysis: GraphAnalysis, region: ExtractedRegion, plan: Plan) -
     """
     key = region.key, plan, region.device, _find_autocast_dtype(region)
     with compile_lock():  # guards the cache, too
-        outcomes = _proofs.setdefault(key, [])
+        outcomes = _proofs.setdefault(key, deque(maxlen=_MAX_OUTCOMES))
         _proofs.move_to_end(key)
         while len(_proofs) > _MAX_KEYS:
             _proofs.popitem(last=False)
@@ -178,13 +179,8 @@ def _prove(analysis: GraphAnalysis, region: ExtractedRegion, plan: Plan) -> Cach
         try:
             result = run_in_worker(lambda: rewrite_block(block, region.name, args, {}, plan))
         except Refused as why:
-            raise Refused(
-                why.reason,
-                culprits=why.culprits,
-                source=why.source or region.source,
-                remedy=why.remedy,
-                cause=why.cause,
-            ) from None
+            words = CachedRefusal.copy_from(why)
+            raise dataclasses.replace(words, source=why.source or region.source).build_error() from None
         except (CaptureError, MoefxError) as error:
             raise Refused(f"it does not run on abstract tensors: {error}", source=region.source) from None
         except Exception as error:  # torch's error, at sizes that the graph does not support

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -120,6 +122,27 @@ def test_experts_among_the_inputs_are_refused():
     (refusal,) = read_refusals(Given(), torch.randn(3, 9, D), torch.randint(0, E, (3, 9)))
     assert refusal.reason.startswith("the graph does not select experts here, and receives ids: ")
     assert "moefx.compile(model) supports them" in refusal.remedy
+
+
+class Centered(Dense):
+    """Mix all tokens in the experts."""
+
+    def hidden(self, h):
+        return h - h.mean(0)
+
+
+def iterate_leaves(value):
+    """Return the values in tuples and dataclasses."""
+    if dataclasses.is_dataclass(value):
+        value = tuple(vars(value).values())
+    return [leaf for item in value for leaf in iterate_leaves(item)] if isinstance(value, tuple) else [value]
+
+
+def test_a_refusal_keeps_the_words_of_its_trace_alone():
+    """A refusal must not keep captures, which need hundreds of megabytes."""
+    (refusal,) = read_refusals(Centered(), torch.randn(24, D))
+    assert refusal.trace.cuts
+    assert {type(leaf) for leaf in iterate_leaves(refusal.trace)} <= {str, int, float, bool}
 
 
 class Layers(nn.Module):
