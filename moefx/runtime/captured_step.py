@@ -7,6 +7,7 @@ which create the optimizer's state, and the end, because `destroy_process_group`
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -117,6 +118,8 @@ class CapturedStep(Generic[P, R]):
     def free(self) -> None:
         """Wait for the device and free the graph and its memory. The results of calls stay."""
         graph, self._graph, self.is_freed = self._graph, None, True
+        _captured.discard(self)
+        _restore_shutdown()
         if graph is not None:
             graph.free()
 
@@ -220,28 +223,34 @@ def _describe_difference(static: Any, argument: Any) -> str:
 # ------------------------------------------------------------------------------------------------------
 
 _captured: weakref.WeakSet[CapturedStep[Any, Any]] = weakref.WeakSet()
+# functions that take the place of `ProcessGroup.shutdown`, with the attribute of the class that each replaced: of C++
+# methods, `ProcessGroup.shutdown` itself is a function that would not become a method again
+_replaced: weakref.WeakKeyDictionary[Callable[..., None], Any] = weakref.WeakKeyDictionary()
 
 
 def _free_before_groups_end(step: CapturedStep[Any, Any]) -> None:
-    """Free the graph of a step when a process group shuts down: NCCL waits for graphs that hold its communicators."""
+    """Free the graph of a step when a process group shuts down: NCCL waits for graphs that hold its communicators.
+
+    This replaces `ProcessGroup.shutdown`, which `destroy_process_group` calls whatever name the caller imported. torch
+    has no hook there. The method is put back when no captured step is left.
+    """
     if not dist.is_available() or not dist.is_initialized():
         return
     _captured.add(step)
     shutdown = dist.ProcessGroup.shutdown
-    if hasattr(shutdown, "frees_captured_steps"):
-        return
+    if shutdown not in _replaced:
 
-    def free_and_shutdown(group: dist.ProcessGroup) -> None:
-        for captured in list(_captured):
-            captured.free()
-        _captured.clear()
-        _set_shutdown(shutdown)
-        shutdown(group)
+        def free_and_shutdown(group: dist.ProcessGroup) -> None:
+            for captured in list(_captured):
+                captured.free()
+            shutdown(group)
 
-    free_and_shutdown.frees_captured_steps = True  # pyright: ignore[reportFunctionMemberAccess]
-    _set_shutdown(free_and_shutdown)
+        _replaced[free_and_shutdown] = inspect.getattr_static(dist.ProcessGroup, "shutdown")
+        dist.ProcessGroup.shutdown = free_and_shutdown  # pyright: ignore[reportAttributeAccessIssue]
+    weakref.finalize(step, _restore_shutdown)
 
 
-def _set_shutdown(method: Callable[[dist.ProcessGroup], None]) -> None:
-    """Replace the method that `destroy_process_group` calls, whatever name the caller imported."""
-    dist.ProcessGroup.shutdown = method  # pyright: ignore[reportAttributeAccessIssue]
+def _restore_shutdown() -> None:
+    """Put the method of process groups back, unless a captured step is left or other code has replaced it since."""
+    if not list(_captured) and dist.is_available() and dist.ProcessGroup.shutdown in _replaced:
+        dist.ProcessGroup.shutdown = _replaced[dist.ProcessGroup.shutdown]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
+import gc
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import moefx
 from moefx.errors import InvalidInput
+from moefx.runtime import captured_step
 from moefx.runtime.captured_step import CapturedStep, _Graph
 
 from ..blocks import D, Gated, Loop
@@ -34,6 +38,67 @@ def test_options_in_tensors_on_the_cpu_are_numbers_of_the_graph():
     rate.fill_(0.25)
     with pytest.raises(InvalidInput, match=r"`lr` of group 0 of optimizer 0 \(AdamW\) changed from 0.5 to 0.25"):
         graph._check_options()
+
+
+class FreedStep:
+    """Note that it is freed, in the place of a captured step."""
+
+    def __init__(self):
+        self.is_freed = False
+        captured_step._free_before_groups_end(self)
+
+    def free(self):
+        self.is_freed = True
+        CapturedStep.free(self)
+
+    _graph = None
+
+
+@pytest.fixture
+def group():
+    """A process group of one rank, and the method that ends it."""
+    shutdown = dist.ProcessGroup.shutdown
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield shutdown
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    assert dist.ProcessGroup.shutdown is shutdown
+
+
+def test_the_end_of_a_group_frees_steps_and_leaves_the_process_unchanged(group):
+    steps = [FreedStep(), FreedStep()]
+    assert dist.ProcessGroup.shutdown is not group
+    dist.destroy_process_group()
+    assert all(step.is_freed for step in steps) and dist.ProcessGroup.shutdown is group
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the fixture ends it
+
+
+@pytest.mark.parametrize("end", [FreedStep.free, lambda step: None], ids=["freed", "deleted"])
+def test_the_last_step_leaves_the_process_unchanged(group, end):
+    steps = [FreedStep(), FreedStep()]
+    for left in (1, 0):
+        end(steps.pop())
+        gc.collect()
+        assert (dist.ProcessGroup.shutdown is group) is (left == 0)
+
+
+def test_a_later_replacement_of_the_method_stays(group, monkeypatch):
+    step, ended = FreedStep(), []
+    inner = dist.ProcessGroup.shutdown
+
+    @functools.wraps(inner)
+    def shutdown(process_group):
+        ended.append(process_group)
+        inner(process_group)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dist.ProcessGroup, "shutdown", shutdown)
+        step.free()
+        assert dist.ProcessGroup.shutdown is shutdown
+        other = FreedStep()
+        dist.destroy_process_group()
+        assert other.is_freed and len(ended) == 1 and dist.ProcessGroup.shutdown is shutdown
+    captured_step._restore_shutdown()
 
 
 class Training:
