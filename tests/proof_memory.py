@@ -21,7 +21,7 @@ import moefx.compiler.survey
 from moefx.capture.search.block_search import BlockCandidates, SurveyedCall
 from moefx.capture.search.module_structure import compute_signature
 from moefx.compiler.block_compiler import BlockRewrite
-from moefx.compiler.numeric_check import NumericCheck, check_numerically
+from moefx.compiler.numeric_check import NumericCheck, Outcome, check_numerically
 from moefx.ir.guards.attribute_reads import AttributeLocation, find_globals, find_tied_tensors, read_value
 from moefx.ir.guards.code_closure import FUNCTION_TYPES
 from moefx.ir.guards.stored_values import StoredFieldNames, is_configuration, is_same, snapshot
@@ -76,7 +76,7 @@ def check_once(block: nn.Module, result: BlockRewrite, name: str, seconds: float
         if proof() is result:
             return check
     check = check_numerically(block, result, name, seconds)
-    if check.ok and check.was_possible:
+    if check.outcome is Outcome.AGREES:
         _CHECKS.append((weakref.ref(result), check))
     return check
 

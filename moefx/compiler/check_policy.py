@@ -5,7 +5,7 @@
 | `Plan(validation="symbolic")` | the rewrite is used without a check |
 | the weights have no values, or the caller names another obstacle | the same |
 | the time budget is spent, and `Plan(validation="auto")` | the same |
-| the check cannot run | the same, with a warning |
+| the check cannot run, or compares no value | the same, with a warning |
 | all compared values agree | the rewrite is used |
 | values differ, and the weights are NaN or infinite | an equal block with finite weights is checked; else as below |
 | values differ | the rewrite is refused |
@@ -25,7 +25,7 @@ from .._plan import Plan
 from ..errors import Refused
 from ..util.progress import announce
 from .block_compiler import BlockRewrite
-from .numeric_check import NumericCheck, check_numerically, find_nonfinite
+from .numeric_check import NumericCheck, Outcome, check_numerically, find_nonfinite
 
 _MIN_SECONDS = 1.0
 _log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class CheckPolicy:
         start = time.perf_counter()
         try:
             check = self._run(name, block, result)
-            if not check.ok and (nonfinite := find_nonfinite(block)) is not None:
+            if check.outcome is Outcome.DIFFERS and (nonfinite := find_nonfinite(block)) is not None:
                 finite = next((item for item in blocks.items() if find_nonfinite(item[1]) is None), None)
                 if finite is None:
                     reason, remedy = nonfinite
@@ -111,9 +111,9 @@ class CheckPolicy:
                 check = self._run(*finite, result)
         finally:
             self.seconds_left -= time.perf_counter() - start
-        if not check.ok:
+        if check.outcome is Outcome.DIFFERS:
             raise Refused(check.text, source=source, remedy="please report this model")
-        return Verdict(check.text, could_not_run=not check.was_possible)
+        return Verdict(check.text, could_not_run=check.outcome is Outcome.NOT_COMPARED)
 
     def _run(self, name: str, block: nn.Module, result: BlockRewrite) -> NumericCheck:
         announce(f"running {name or type(block).__name__} on a few tokens")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 from typing import Any
 
 import torch
@@ -23,19 +24,26 @@ from ..matching.facts.guarded_sizes import find_sequence
 from .block_compiler import BlockRewrite
 
 
-@dataclasses.dataclass(frozen=True)
-class NumericCheck:
-    """The result of a numeric check.
+class Outcome(enum.Enum):
+    """What a numeric check has found.
 
     Attributes:
-        ok: no compared value differs. Also true if the check could not run.
-        text: the result in words, for `explain`.
-        was_possible: at least one value was compared.
+        AGREES: at least one value was compared, and none differs.
+        DIFFERS: a value differs.
+        NOT_COMPARED: no value was compared.
     """
 
-    ok: bool
+    AGREES = enum.auto()
+    DIFFERS = enum.auto()
+    NOT_COMPARED = enum.auto()
+
+
+@dataclasses.dataclass(frozen=True)
+class NumericCheck:
+    """The result of a numeric check. `text` says it in words, for `explain`."""
+
+    outcome: Outcome
     text: str
-    was_possible: bool = True
 
 
 def check_numerically(block: nn.Module, result: BlockRewrite, name: str, seconds: float) -> NumericCheck:
@@ -69,15 +77,18 @@ def _run_numeric_check(block: nn.Module, result: BlockRewrite, name: str, second
                 joined=None if joined_fn is fn else run_joined, name=name, crowd=crowd, seconds=seconds,
             )  # fmt: skip
     except Exception as error:
-        return NumericCheck(True, f"could not run: {summarize_error(error)[:160]}", was_possible=False)
+        return NumericCheck(Outcome.NOT_COMPARED, f"could not run: {summarize_error(error)[:160]}")
     if not check.ok:
-        return NumericCheck(False, f"the rewritten block does not agree with the original: {check.reason}")
-    worst = max((row.error for row in check.rows), default=0.0)
+        reason = f"the rewritten block does not agree with the original: {check.reason}"
+        return NumericCheck(Outcome.DIFFERS, reason)
+    if not check.rows:
+        return NumericCheck(Outcome.NOT_COMPARED, "; ".join(["compared no value", *check.notes]))
+    worst = max(row.error for row in check.rows)
     dtype_note = next((note for note in check.notes if "compared in" in note), "").partition(": ")[2]
     text = f"agrees in {len(check.rows)} comparisons, worst error {worst:.1e}" + (
         f"; {dtype_note}" if dtype_note else ""
     )
-    return NumericCheck(True, text, was_possible=bool(check.rows))
+    return NumericCheck(Outcome.AGREES, text)
 
 
 def _compile_kernels(block: nn.Module, program: Call, inputs: Inputs) -> None:
@@ -155,4 +166,4 @@ def _make_placeholder_binder(block: nn.Module, result: BlockRewrite) -> Any:
     return bind_placeholders
 
 
-__all__ = ["NumericCheck", "check_numerically", "find_nonfinite"]
+__all__ = ["NumericCheck", "Outcome", "check_numerically", "find_nonfinite"]

@@ -11,15 +11,15 @@ import torch
 from moefx import Plan
 from moefx.compiler import check_policy
 from moefx.compiler.check_policy import CheckPolicy
-from moefx.compiler.numeric_check import NumericCheck
+from moefx.compiler.numeric_check import NumericCheck, Outcome
 from moefx.errors import Refused
 
 from .. import blocks
 from ..blocks import Loop, Mlp
 
-AGREES = NumericCheck(True, "agrees in 3 comparisons")
-DIFFERS = NumericCheck(False, "the rewritten block does not agree with the original")
-IMPOSSIBLE = NumericCheck(True, "could not run: no kernel", was_possible=False)
+AGREES = NumericCheck(Outcome.AGREES, "agrees in 3 comparisons")
+DIFFERS = NumericCheck(Outcome.DIFFERS, "the rewritten block does not agree with the original")
+IMPOSSIBLE = NumericCheck(Outcome.NOT_COMPARED, "could not run: no kernel")
 
 
 @pytest.fixture(scope="module")

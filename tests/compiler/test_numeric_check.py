@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import moefx
-from moefx.compiler.numeric_check import check_numerically
+from moefx.comparison.block_check import BlockCheck
+from moefx.compiler import numeric_check
+from moefx.compiler.numeric_check import Outcome, check_numerically
 from moefx.ir import joined_ops, op_joining
 from moefx.ir.joined_ops import JoinedOps
 
@@ -34,7 +36,7 @@ def test_joined_ops_run_with_gradients_and_without(rewritten, monkeypatch):
         monkeypatch.setattr(
             way, "run", lambda *args, run=way.run, name=name, **kwargs: ways.append(name) or run(*args, **kwargs)
         )
-    assert check(rewritten).ok and set(ways) == {"_RecordedOps", "_OpsWithoutGradient"}
+    assert check(rewritten).outcome is Outcome.AGREES and set(ways) == {"_RecordedOps", "_OpsWithoutGradient"}
 
 
 def scale_gradients(monkeypatch):
@@ -85,7 +87,7 @@ def test_a_fault_of_the_joining_is_seen(rewritten, monkeypatch, fault):
     fault(monkeypatch)
     verdict = check(rewritten)
     op_joining._compiled.clear()
-    assert not verdict.ok and SINGLE_OPS in verdict.text, verdict
+    assert verdict.outcome is Outcome.DIFFERS and SINGLE_OPS in verdict.text, verdict
 
 
 def test_compile_refuses_a_faulty_joining(monkeypatch):
@@ -100,4 +102,10 @@ def test_a_joining_that_raises_is_refused(rewritten, monkeypatch):
 
     monkeypatch.setattr(JoinedOps, "__call__", raise_error)
     verdict = check(rewritten)
-    assert not verdict.ok and "raised RuntimeError: no joining" in verdict.text
+    assert verdict.outcome is Outcome.DIFFERS and "raised RuntimeError: no joining" in verdict.text
+
+
+def test_a_check_that_compares_nothing_does_not_agree(rewritten, monkeypatch):
+    monkeypatch.setattr(numeric_check, "check_block", lambda *_, **__: BlockCheck(notes=["moe: too large"]))
+    verdict = check(rewritten)
+    assert verdict.outcome is Outcome.NOT_COMPARED and verdict.text == "compared no value; moe: too large"

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import moefx
 from moefx.compiler import check_policy, specialization, survey
-from moefx.compiler.numeric_check import NumericCheck, check_numerically
+from moefx.compiler.numeric_check import NumericCheck, Outcome, check_numerically
 
 from ..blocks import D, E, Loop, Mlp
 
@@ -61,7 +61,7 @@ def test_later_programs_are_checked_as_the_plan_asks(x, monkeypatch, validation,
 
 def test_a_later_program_that_cannot_be_checked_is_reported(x, monkeypatch):
     _, compiled = build_pair(x, ScaledInEval())
-    impossible = NumericCheck(True, "could not run: no kernel", was_possible=False)
+    impossible = NumericCheck(Outcome.NOT_COMPARED, "could not run: no kernel")
     monkeypatch.setattr(check_policy, "check_numerically", lambda *_: impossible)
     with pytest.warns(UserWarning, match="for a new kind of call without a numeric check.*could not run: no kernel"):
         compiled.eval()(x)
