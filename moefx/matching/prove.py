@@ -28,6 +28,7 @@ from .unsupported_effects import refuse_effects
 
 _MAX_EXTRA = 8  # captures to complete the evidence
 _COMPLETING_SEED = 30  # the first of their seeds
+_MIN_COMPLETE = 3  # captures in which all groups of experts ran
 
 
 def prove(proof: ProofState) -> Match:
@@ -263,28 +264,48 @@ def complete_evidence(proof: ProofState) -> list[int]:
     The graph is read from these captures. Parameters are read from all, since some experts may run only in others.
 
     Raises:
-        Refused: no routing uses all groups.
+        Refused: too few routings use all groups, or those that do have the same sizes.
     """
-    for seed in range(_COMPLETING_SEED, _COMPLETING_SEED + _MAX_EXTRA + 1):
-        complete = _find_complete_captures(proof)
-        if any(proof.evidence.forms[i].unrouted_value for i in complete):
-            complete = [i for i in complete if proof.evidence.forms[i].unrouted_value]
-        if len(complete) >= 3 and _do_sizes_vary(proof, complete):
+    for seed in range(_COMPLETING_SEED, _COMPLETING_SEED + _MAX_EXTRA):
+        if _is_enough(proof, complete := _find_readable_captures(proof)):
             return complete
-        if seed < _COMPLETING_SEED + _MAX_EXTRA:
-            sizes = proof.size_choice.choose(max(21, proof.max_experts // 4), seed)
-            form = proof.capture_and_lift(Routing(("diverse", "overloaded")[seed % 2], seed), sizes)
-            proof.evidence.add(proof.align_form(form), is_aligned=True)
+        sizes = proof.size_choice.choose(max(21, proof.max_experts // 4), seed)
+        form = proof.capture_and_lift(Routing(("diverse", "overloaded")[seed % 2], seed), sizes)
+        proof.evidence.add(proof.align_form(form), is_aligned=True)
+    if _is_enough(proof, complete := _find_readable_captures(proof)):
+        return complete
+    captures, kinds = len(proof.evidence.forms), len(proof.evidence.reference.groups)
+    source = str(proof.evidence.reference.cut.meta["source"])
+    if len(complete) < _MIN_COMPLETE:
+        raise Refused(
+            f"{len(complete)} of {captures} captures use all {kinds} kinds of experts at once, and a proof needs "
+            f"{_MIN_COMPLETE}",
+            source=source,
+            remedy="let a call select experts of all kinds",
+        )
+    texts = (", ".join(f"{dim}={n}" for dim, n in proof.evidence.sizes[i].items()) for i in complete)
+    sizes = "; ".join(dict.fromkeys(texts))
     raise Refused(
-        f"none of {_MAX_EXTRA} more routings uses all {len(proof.evidence.reference.groups)} kinds of experts at once",
-        source=str(proof.evidence.reference.cut.meta["source"]),
-        remedy="let a call select experts of all kinds",
+        f"the {len(complete)} of {captures} captures that use all {kinds} kinds of experts at once do not differ enough "
+        f"in their sizes ({sizes}), so numbers that depend on a size look like constants",
+        source=source,
+        remedy="let calls of any size select experts of all kinds",
     )
 
 
 def _find_complete_captures(proof: ProofState) -> list[int]:
     """Return the indices of the captures in which all groups of experts ran."""
     return [i for i, form in enumerate(proof.evidence.forms) if all(g.ids for g in form.groups)]
+
+
+def _find_readable_captures(proof: ProofState) -> list[int]:
+    """Return the complete captures; if some of them have a value for unrouted tokens, these alone."""
+    complete = _find_complete_captures(proof)
+    return [i for i in complete if proof.evidence.forms[i].unrouted_value] or complete
+
+
+def _is_enough(proof: ProofState, complete: list[int]) -> bool:
+    return len(complete) >= _MIN_COMPLETE and _do_sizes_vary(proof, complete)
 
 
 def _do_sizes_vary(proof: ProofState, captures: list[int]) -> bool:
