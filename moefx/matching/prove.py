@@ -26,6 +26,10 @@ from .proof.proof_state import ProofState
 from .terms.parameter_slices import ParameterSlice
 from .unsupported_effects import refuse_effects
 
+# Numbers of tokens of the second and third capture. Those of the first three differ (29, 25 and 13 for few experts, which
+# share no factor), so that a number computed from one of them does not look like a constant.
+_MIN_SKEWED_TOKENS = 25  # or three quarters of the tokens of the first capture
+_CROWDED_TOKENS = 13  # few, because all of them select the same experts
 _MAX_EXTRA = 8  # captures to complete the evidence
 _COMPLETING_SEED = 30  # the first of their seeds
 _MIN_COMPLETE = 3  # captures in which all groups of experts ran
@@ -34,7 +38,7 @@ _MIN_COMPLETE = 3  # captures in which all groups of experts ran
 def prove(proof: ProofState) -> Match:
     """Prove the canonical form of a block.
 
-    `check_first_captures` and `merge_groups` refuse blocks, too, but are no probes: `build_match`, `explain_drops` and
+    `check_first_captures` and `check_groups` refuse blocks, too, but are no probes: `build_match`, `explain_drops` and
     the rewrite repeat their checks for all captures. They only save the time of the steps in between.
 
     Raises:
@@ -49,7 +53,7 @@ def prove(proof: ProofState) -> Match:
     run_probes(proof, INTERVENTIONS)
     run_probes(proof, CONFIRMATIONS)
     read_values_from_same_nodes(proof)
-    merge_groups(proof)  # raises before more captures are made
+    check_groups(proof)
     full = complete_evidence(proof)
     return build_match(proof, [proof.evidence.forms[i] for i in full])
 
@@ -67,10 +71,10 @@ def capture_first_routings(proof: ProofState) -> None:
     prefer some experts, and that crowd on a few."""
     tokens = proof.size_choice.first_tokens
     _capture_reference(proof, tokens)
-    _capture_contrast(proof, "skewed", 1, max(25, tokens * 3 // 4))
+    _capture_contrast(proof, "skewed", 1, max(_MIN_SKEWED_TOKENS, tokens * 3 // 4))
     # a contest of two slots shows which slot of a token comes first
     crowd: RoutingKind = "contested" if proof.evidence.reference.slots > 1 else "overloaded"
-    _capture_contrast(proof, crowd, 2, 13)
+    _capture_contrast(proof, crowd, 2, _CROWDED_TOKENS)
 
 
 def _capture_reference(proof: ProofState, tokens: int) -> None:
@@ -192,7 +196,7 @@ def check_first_captures(proof: ProofState) -> None:
     Raises:
         Refused: parameters, side effects, or slots that are dropped without a rule.
     """
-    merge_groups(proof)
+    check_groups(proof)
     for form in proof.evidence.forms:
         refuse_effects(form.capture)
     complete = _find_complete_captures(proof)
@@ -286,8 +290,8 @@ def complete_evidence(proof: ProofState) -> list[int]:
     texts = (", ".join(f"{dim}={n}" for dim, n in proof.evidence.sizes[i].items()) for i in complete)
     sizes = "; ".join(dict.fromkeys(texts))
     raise Refused(
-        f"the {len(complete)} of {captures} captures that use all {kinds} kinds of experts at once do not differ enough "
-        f"in their sizes ({sizes}), so numbers that depend on a size look like constants",
+        f"the {len(complete)} of {captures} captures that use all {kinds} kinds of experts at once do not differ "
+        f"enough in their sizes ({sizes}), so numbers that depend on a size look like constants",
         source=source,
         remedy="let calls of any size select experts of all kinds",
     )
@@ -321,6 +325,15 @@ def _do_sizes_vary(proof: ProofState, captures: list[int]) -> bool:
     return count(dims, captures) >= min(3, count(dims, all_captures)) and all(
         count((dim,), captures) >= min(2, count((dim,), all_captures)) for dim in dims
     )
+
+
+def check_groups(proof: ProofState) -> None:
+    """Check that the groups of experts of all captures can be merged, before the next steps make more captures.
+
+    Raises:
+        Refused: as `merge_groups`.
+    """
+    merge_groups(proof)
 
 
 def merge_groups(proof: ProofState) -> list[ProvenGroup]:
