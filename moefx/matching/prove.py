@@ -26,8 +26,8 @@ from .proof.proof_state import ProofState
 from .terms.parameter_slices import ParameterSlice
 from .unsupported_effects import refuse_effects
 
-# Numbers of tokens of the second and third capture. Those of the first three differ (29, 25 and 13 for few experts, which
-# share no factor), so that a number computed from one of them does not look like a constant.
+# Numbers of tokens of the second and third capture. Those of the first three differ (for few experts 29, 25 and 13,
+# which share no factor), so that a number computed from one does not look like a constant.
 _MIN_SKEWED_TOKENS = 25  # or three quarters of the tokens of the first capture
 _CROWDED_TOKENS = 13  # few, because all of them select the same experts
 _MAX_EXTRA = 8  # captures to complete the evidence
