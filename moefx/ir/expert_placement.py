@@ -74,21 +74,23 @@ class ExchangeRoutes:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The map from a block's experts to (rank, slot) over one mesh axis. Immutable: experts move by replacing it.
+    """The map from a block's experts to ranks of a mesh axis, and to their numbers there.
+
+    Immutable: experts move by replacing it.
 
     Attributes:
         axis: printed name of the mesh axis.
         group: name of its process group, as ops take it.
         num_ranks: W, ranks of the axis. rank: this rank's number on the axis.
-        num_slots: experts per rank.
-        places: rank * num_slots + slot of each expert; a permutation of 0 ... E-1.
+        experts_per_rank: the same on all ranks.
+        places: rank * experts_per_rank + number on the rank, of each expert; a permutation of 0 ... E-1.
     """
 
     axis: str
     group: str
     num_ranks: int
     rank: int
-    num_slots: int
+    experts_per_rank: int
     places: tuple[int, ...]
 
     @classmethod
@@ -112,9 +114,10 @@ class Placement:
 
     @property
     def local_experts(self) -> list[int]:
-        """The ids of this rank's experts, by slot."""
-        at = {place: expert for expert, place in enumerate(self.places)}
-        return [at[self.rank * self.num_slots + slot] for slot in range(self.num_slots)]
+        """The ids of this rank's experts, by their number on it."""
+        expert_at = {place: expert for expert, place in enumerate(self.places)}
+        first = self.rank * self.experts_per_rank
+        return [expert_at[place] for place in range(first, first + self.experts_per_rank)]
 
     def select_local(self, full: Tensor) -> Tensor:
         """Select this rank's experts from a tensor whose first axis holds all experts in equal parts."""

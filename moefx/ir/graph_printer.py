@@ -57,8 +57,8 @@ _NOT_SHOWN = {
     "wait_gathered": ("tickets", "choices", "place", "size", "group"),
     "scatter_sums": ("size",),
     "wait_scattered": ("ticket", "place", "size", "group"),
-    "pull_tokens": ("size", "num_slots"),
-    "pull_sums": ("slots", "size", "num_slots"),
+    "pull_tokens": ("size", "experts_per_rank"),
+    "pull_sums": ("slots", "size", "experts_per_rank"),
     "read_counts": ("heard", "levels", "near", "fingerprint", "timeout", "group"),
 }
 # Labels of arguments of expert_mlp if it has more than the two weights.

@@ -161,8 +161,8 @@ def _insert_places(routed: RoutedRegion, placement: Placement, routes: ExchangeR
     topk_ids, keep = get_argument(routed.pft, "topk_ids"), get_argument(routed.pft, "keep")
     if routed.pft.kwargs.get("capacity") is not None:
         keep = routed.emit_keep_mask()  # dropped slots are not sent
-    slots = placement.num_slots
-    positions = [routes.position_of(p // slots) * slots + p % slots for p in placement.places]
+    per_rank = placement.experts_per_rank
+    positions = [routes.position_of(p // per_rank) * per_rank + p % per_rank for p in placement.places]
     letters = topk_ids.meta.get("letters", ("S", "K"))
     return routed.call(ops.place_choices.default, (topk_ids, keep), {"places": positions}, letters)
 
@@ -177,7 +177,7 @@ def _insert_counts(
     routed: RoutedRegion, places: list[fx.Node], placement: Placement, routes: ExchangeRoutes, kwargs: dict[str, Any]
 ) -> list[fx.Node]:
     """Emit the exchange of row counts of all hops."""
-    kwargs = {**kwargs, "num_slots": placement.num_slots, "dedup": routes.dedup}
+    kwargs = {**kwargs, "num_slots": placement.experts_per_rank, "dedup": routes.dedup}
     counts = routed.call(ops.exchange_counts.default, (places,), kwargs, axis=placement.axis)
     return routed.unpack(counts, ((), ()))
 

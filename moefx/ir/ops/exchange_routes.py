@@ -1,10 +1,11 @@
 """Plan the rows that each rank sends to each other rank (X-MoE sections 4.1 and 4.2; Piper section V).
 
-The *destination* (`place`) of a slot is position * num_slots + expert slot, or -1 if the slot is dropped. Positions
-number the ranks of the expert axis: the ranks of a node are consecutive, and so are the ranks of a unit at each level
-of the topology (`levels`, coarse to fine: [2, 4] is two nodes of four ranks). A *hop* is an exchange among the ranks
-that differ at one level only. A destination modulo the destinations of a unit is a destination within the unit. After a
-hop, a rank again has tokens with destinations, so the next hop is planned in the same way.
+The *destination* (`place`) of a slot is position * experts_per_rank + the expert's number on its rank, or -1 if the
+slot is dropped. Positions number the ranks of the expert axis: the ranks of a node are consecutive, and so are the
+ranks of a unit at each level of the topology (`levels`, coarse to fine: [2, 4] is two nodes of four ranks). A *hop* is
+an exchange among the ranks that differ at one level only. A destination modulo the destinations of a unit is a
+destination within the unit. After a hop, a rank again has tokens with destinations, so the next hop is planned in the
+same way. The ops' argument `num_slots` is the number of destinations behind each rank of a hop.
 
 Letters: S tokens, K slots, B = S*K, W ranks of a hop. `splits` [2,W] is on the host: numbers of rows sent to, and
     received from, each rank.
@@ -39,7 +40,7 @@ def place_choices(topk_ids: Tensor, keep: Tensor | None, *, places: Sequence[int
     """Return the destination of each slot, int32; -1 if `keep` is False or the id is outside [0, E).
 
     Args:
-        places: position * num_slots + expert slot of each expert.
+        places: the destination of each expert.
     """
     num_experts = len(places)
     valid = (topk_ids >= 0) & (topk_ids < num_experts)

@@ -29,23 +29,26 @@ from .uneven_all_to_all import get_group
 # ------------------------------------------------------------------------------------------------------
 
 
-@op("read_rows(Tensor[] peers, Tensor slots, *, int num_slots) -> Tensor", contract="peers[*], slots[A,K] -> rows[A,_]")
-def read_rows(peers: list[Tensor], slots: Tensor, *, num_slots: int) -> Tensor:
+@op(
+    "read_rows(Tensor[] peers, Tensor slots, *, int experts_per_rank) -> Tensor",
+    contract="peers[*], slots[A,K] -> rows[A,_]",
+)
+def read_rows(peers: list[Tensor], slots: Tensor, *, experts_per_rank: int) -> Tensor:
     """Read the rows of tokens with an expert on this rank, [A,D]. Other rows are 0.
 
     Args:
         peers: the tokens of each rank, [L,D]. slots: expert slots on this rank; all others are outside of
-            [0, num_slots).
+            [0, experts_per_rank).
     """
-    is_needed = ((slots >= 0) & (slots < num_slots)).any(1)
+    is_needed = ((slots >= 0) & (slots < experts_per_rank)).any(1)
     return torch.where(is_needed[:, None], torch.cat(list(peers)), 0)
 
 
 @op(
-    "add_rows(Tensor[] peers, Tensor place, *, int num_slots, int first_row) -> Tensor",
+    "add_rows(Tensor[] peers, Tensor place, *, int experts_per_rank, int first_row) -> Tensor",
     contract="peers[*], place[S,K] -> sums[S,_]",
 )
-def add_rows(peers: list[Tensor], place: Tensor, *, num_slots: int, first_row: int) -> Tensor:
+def add_rows(peers: list[Tensor], place: Tensor, *, experts_per_rank: int, first_row: int) -> Tensor:
     """Add up the rows of this rank's tokens from the ranks with one of their experts, [S,D]: in the order of ranks, in
     float32 or wider, rounded once.
 
@@ -53,7 +56,7 @@ def add_rows(peers: list[Tensor], place: Tensor, *, num_slots: int, first_row: i
         peers: the rows of each rank, [A,D]. place: destinations, see `exchange_routes`. first_row: the row of this
             rank's first token.
     """
-    rows, ranks = slice(first_row, first_row + place.shape[0]), destination_rank(place, num_slots)
+    rows, ranks = slice(first_row, first_row + place.shape[0]), destination_rank(place, experts_per_rank)
     wide = torch.promote_types(peers[0].dtype, torch.float32)
     total = torch.zeros((place.shape[0], peers[0].shape[1]), dtype=wide, device=place.device)
     for rank, theirs in enumerate(peers):
@@ -67,7 +70,7 @@ def add_rows(peers: list[Tensor], place: Tensor, *, num_slots: int, first_row: i
 
 @op(
     "pull_tokens(Tensor[] tokens, Tensor[] choices, Tensor place, Tensor? length, *, int max_tokens, int first_place, "
-    "int num_slots, int size, str group) -> Tensor[]",
+    "int experts_per_rank, int size, str group) -> Tensor[]",
     contract="tokens[*], choices[*], place[S,K], length[1]? -> rows[*]",
 )
 def pull_tokens(
@@ -78,7 +81,7 @@ def pull_tokens(
     *,
     max_tokens: int,
     first_place: int,
-    num_slots: int,
+    experts_per_rank: int,
     size: int,
     group: str,
 ) -> list[Tensor]:
@@ -88,7 +91,7 @@ def pull_tokens(
         tokens: values of tokens, [S,D]. choices: values of slots (routing weights), [S,K]. Differentiable.
         place: the destination of each slot, see `exchange_routes`; -1 for padding.
         length: L, from `agree_length`; None for `max_tokens`.
-        first_place: this rank's first destination. num_slots: its number of destinations. size: W.
+        first_place: this rank's first destination. experts_per_rank: its number of destinations. size: W.
 
     Returns:
         Values of tokens [A,D], destinations of their slots less `first_place` int32 [A,K], then values of slots [A,K].
@@ -97,17 +100,19 @@ def pull_tokens(
     with shared_columns([*tokens, *choices, place], rows, group, room=rows * size) as peers:
         *values, places = (torch.cat(columns) for columns in zip(*(p[len(tokens) :] for p in peers), strict=True))
         slots = places - first_place
-        pulled = [read_rows([p[i] for p in peers], slots, num_slots=num_slots) for i in range(len(tokens))]
+        pulled = [
+            read_rows([p[i] for p in peers], slots, experts_per_rank=experts_per_rank) for i in range(len(tokens))
+        ]
     return [*pulled, slots, *values]
 
 
 @op(
-    "pull_tokens_backward(Tensor[] grads, Tensor place, *, int num_slots, str group) -> Tensor[]",
+    "pull_tokens_backward(Tensor[] grads, Tensor place, *, int experts_per_rank, str group) -> Tensor[]",
     contract="grads[*], place[S,K] -> gradients[*]",
 )
-def pull_tokens_backward(grads: list[Tensor], place: Tensor, *, num_slots: int, group: str) -> list[Tensor]:
+def pull_tokens_backward(grads: list[Tensor], place: Tensor, *, experts_per_rank: int, group: str) -> list[Tensor]:
     """Add up the gradients of this rank's tokens [S,D] and choices [S,K], from those of each rank, [A,...]."""
-    return _add_own_rows(grads, place, num_slots, group)
+    return _add_own_rows(grads, place, experts_per_rank, group)
 
 
 # -- back
@@ -115,35 +120,35 @@ def pull_tokens_backward(grads: list[Tensor], place: Tensor, *, num_slots: int, 
 
 
 @op(
-    "pull_sums(Tensor sums, Tensor slots, Tensor place, *, int num_slots, int size, str group) -> Tensor",
+    "pull_sums(Tensor sums, Tensor slots, Tensor place, *, int experts_per_rank, int size, str group) -> Tensor",
     contract="sums[A,D], slots[A,K], place[S,K] -> out[S,D]",
 )
-def pull_sums(sums: Tensor, slots: Tensor, place: Tensor, *, num_slots: int, size: int, group: str) -> Tensor:
+def pull_sums(sums: Tensor, slots: Tensor, place: Tensor, *, experts_per_rank: int, size: int, group: str) -> Tensor:
     """Add up the ranks' sums of this rank's tokens, [S,D].
 
     Args:
         sums: this rank's sums, for the tokens of all ranks. slots: as from `pull_tokens`.
     """
-    return _add_own_rows([sums], place, num_slots, group)[0]
+    return _add_own_rows([sums], place, experts_per_rank, group)[0]
 
 
 @op(
-    "pull_sums_backward(Tensor grad, Tensor slots, *, int num_slots, int size, str group) -> Tensor",
+    "pull_sums_backward(Tensor grad, Tensor slots, *, int experts_per_rank, int size, str group) -> Tensor",
     contract="grad[S,D], slots[A,K] -> grads[A,D]",
 )
-def pull_sums_backward(grad: Tensor, slots: Tensor, *, num_slots: int, size: int, group: str) -> Tensor:
+def pull_sums_backward(grad: Tensor, slots: Tensor, *, experts_per_rank: int, size: int, group: str) -> Tensor:
     """Pull the gradients of the sums of tokens with an expert on this rank, [A,D]. Other rows are 0."""
     with shared_columns([grad], slots.shape[0] // size, group) as peers:
-        return read_rows([column for (column,) in peers], slots, num_slots=num_slots)
+        return read_rows([column for (column,) in peers], slots, experts_per_rank=experts_per_rank)
 
 
-def _add_own_rows(columns: list[Tensor], place: Tensor, num_slots: int, group: str) -> list[Tensor]:
+def _add_own_rows(columns: list[Tensor], place: Tensor, experts_per_rank: int, group: str) -> list[Tensor]:
     """Add up the rows of this rank's tokens over the ranks, for columns of the tokens of all ranks."""
     num_rows, process_group = columns[0].shape[0], get_group(group)
     first_row = num_rows // process_group.size() * process_group.rank()
     with shared_columns(columns, num_rows, group) as peers:
         return [
-            add_rows(list(column), place, num_slots=num_slots, first_row=first_row)
+            add_rows(list(column), place, experts_per_rank=experts_per_rank, first_row=first_row)
             for column in zip(*peers, strict=True)
         ]
 
@@ -156,13 +161,13 @@ add_rows.fake(lambda peers, place, **_: peers[0].new_empty((place.shape[0], peer
 
 
 @pull_tokens.fake
-def _(tokens, choices, place, length, *, max_tokens, first_place, num_slots, size, group):
+def _(tokens, choices, place, length, *, max_tokens, first_place, experts_per_rank, size, group):
     rows = size * fake_length(length, max_tokens)
     return [t.new_empty((rows, t.shape[1])) for t in (*tokens, place, *choices)]
 
 
 @pull_tokens_backward.fake
-def _(grads, place, *, num_slots, group):
+def _(grads, place, *, experts_per_rank, group):
     return [grad.new_empty((place.shape[0], grad.shape[1])) for grad in grads]
 
 
@@ -179,7 +184,7 @@ add_rows.without_gradient()
 
 def _save_pull(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> None:
     tokens, choices, place, _ = args
-    ctx.kwargs = {name: kwargs[name] for name in ("num_slots", "group")}
+    ctx.kwargs = {name: kwargs[name] for name in ("experts_per_rank", "group")}
     ctx.floats = [[t.is_floating_point() for t in ts] for ts in (tokens, choices)]
     ctx.outputs = [(o.shape, o.dtype, o.device) for o in outputs]
     ctx.mark_non_differentiable(*(o for o in outputs if not o.is_floating_point()))

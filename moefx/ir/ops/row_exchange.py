@@ -1,7 +1,7 @@
 """Exchange rows with the ranks that hold their experts (X-MoE sections 4.1 and 4.2).
 
 With dedup, a token sends one row to each rank that holds one of its experts; without, it sends one row for each slot. A
-row carries the token's values and, for each slot, the routing weight and the expert slot at the receiver (-1 if the
+row carries the token's values and, for each slot, the routing weight and the local expert of the receiver (-1 if the
 expert is elsewhere). The receiver routes it like a token of its own: by the next hop, or by `build_pft` and
 `expert_mlp` after the last hop. The result of each row returns, and the sender sums results by token.
 
@@ -176,8 +176,8 @@ def wait_rows(
         tokens, choices, place: the arguments of the start, for dtypes and widths.
 
     Returns:
-        Values of tokens [R,D], expert slots int32 [R,J], and values of slots [R,J], for the rows received, in the order
-        of the parts and of their source ranks.
+        Values of tokens [R,D], local experts int32 [R,J], and values of slots [R,J], for the rows received, in the
+        order of the parts and of their source ranks.
     """
     layout = layout_of_rows(tokens, choices, place, num_slots=num_slots, dedup=dedup).columns
     arrived = [wait(part) for part in sent]

@@ -85,12 +85,12 @@ def pack_rows(
     num_slots: int,
     dedup: bool,
 ) -> Tensor:
-    """Pack the rows that leave a rank, uint8 [num_rows, bytes]: values of tokens, values of slots, and the expert slots
-    at the receiving rank, -1 for slots whose expert is elsewhere. Without gradients.
+    """Pack the rows that leave a rank, uint8 [num_rows, bytes]: values of tokens, values of slots, and the local
+    experts of the receiving rank, -1 for slots whose expert is elsewhere. Without gradients.
 
     Args:
         tokens: values [S,D]. choices: values [S,K].
-        place: the destination of each slot of each token. num_slots: expert slots per rank.
+        place: the destination of each slot of each token. num_slots: destinations behind each rank.
         token_ids, slot_ids: token and slot of each row, whose destination decides the receiving rank.
         num_rows: the last of `rank_offsets`, if the host knows it. None: the maximum; rows behind the last hold any
             values.

@@ -183,9 +183,9 @@ def pack_rows(
     ]
     _, local, local_out = pairs.pop()
     send = _SendArrays(place, token_ids, slot_ids, rank_offsets)
-    expert_slots = (_INT32._replace(width=layout.columns[-1].width), layout.columns[-1].dtype, local, local_out)
+    local_experts = (_INT32._replace(width=layout.columns[-1].width), layout.columns[-1].dtype, local, local_out)
     with use_device(packed.device):
-        _move(pairs[: len(tokens)], pairs[len(tokens) :], expert_slots, room, send, num_slots, by_choice=not dedup)
+        _move(pairs[: len(tokens)], pairs[len(tokens) :], local_experts, room, send, num_slots, by_choice=not dedup)
     return packed
 
 

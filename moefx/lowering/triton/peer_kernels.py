@@ -18,7 +18,7 @@ def _pointer(addresses, rank, like, ALIGNED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def read_rows_kernel(
-    addresses, peer_row, slots, out, num_tokens, width, num_slots,
+    addresses, peer_row, slots, out, num_tokens, width, experts_per_rank,
     K: tl.constexpr, K_PAD: tl.constexpr, ALIGNED: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """out[rank * num_tokens + t] = row t of the rank if one of the token's slots is here, else 0."""
@@ -29,7 +29,7 @@ def read_rows_kernel(
     row = rank.to(tl.int64) * num_tokens + token
     number = tl.arange(0, K_PAD)
     slot = tl.load(slots + row[:, None] * K + number[None, :], mask=there[:, None] & (number < K)[None, :], other=-1)
-    is_needed = tl.max(((slot >= 0) & (slot < num_slots)).to(tl.int32), 1) != 0
+    is_needed = tl.max(((slot >= 0) & (slot < experts_per_rank)).to(tl.int32), 1) != 0
     at = _pointer(addresses, rank, out, ALIGNED) + token[:, None].to(tl.int64) * peer_row + column[None, :]
     value = tl.load(at, mask=is_needed[:, None] & in_width[None, :], other=0)
     tl.store(out + row[:, None] * width + column[None, :], value, mask=there[:, None] & in_width[None, :])
@@ -37,7 +37,7 @@ def read_rows_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens", "first_row"])
 def add_rows_kernel(
-    addresses, peer_row, place, out, num_tokens, first_row, width, num_slots,
+    addresses, peer_row, place, out, num_tokens, first_row, width, experts_per_rank,
     W: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, ALIGNED: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """out[t] = sum over the ranks with one of the token's slots of their row first_row + t, in the order of ranks."""
@@ -47,7 +47,7 @@ def add_rows_kernel(
     number = tl.arange(0, K_PAD)
     at = place + token[:, None].to(tl.int64) * K + number[None, :]
     destination = tl.load(at, mask=there[:, None] & (number < K)[None, :], other=-1)
-    ranks = tl.where(destination >= 0, destination // num_slots, -1)
+    ranks = tl.where(destination >= 0, destination // experts_per_rank, -1)
     row = (first_row + token)[:, None].to(tl.int64) * peer_row + column[None, :]
     total = tl.zeros((BT, BD), tl.float32)
     for rank in tl.static_range(W):

@@ -12,7 +12,7 @@ from .peer_kernels import add_rows_kernel, read_rows_kernel
 from .weight_operands import build_address_table
 
 
-def read_rows(peers: Sequence[Tensor], slots: Tensor, *, num_slots: int) -> Tensor:
+def read_rows(peers: Sequence[Tensor], slots: Tensor, *, experts_per_rank: int) -> Tensor:
     """See `ir.ops.peer_rows.read_rows`."""
     num_tokens, width = peers[0].shape
     out = peers[0].new_empty((slots.shape[0], width))
@@ -23,13 +23,13 @@ def read_rows(peers: Sequence[Tensor], slots: Tensor, *, num_slots: int) -> Tens
             launch(
                 read_rows_kernel,
                 (cdiv(num_tokens, bt), cdiv(width, bd), len(peers)),
-                (table, peers[0].stride(0), slots.contiguous(), out, num_tokens, width, num_slots),
+                (table, peers[0].stride(0), slots.contiguous(), out, num_tokens, width, experts_per_rank),
                 dict(**_slots_of(slots), ALIGNED=is_aligned, BT=bt, BD=bd),
             )
     return out
 
 
-def add_rows(peers: Sequence[Tensor], place: Tensor, *, num_slots: int, first_row: int) -> Tensor:
+def add_rows(peers: Sequence[Tensor], place: Tensor, *, experts_per_rank: int, first_row: int) -> Tensor:
     """See `ir.ops.peer_rows.add_rows`."""
     num_tokens, width = place.shape[0], peers[0].shape[1]
     out = peers[0].new_empty((num_tokens, width))
@@ -40,7 +40,7 @@ def add_rows(peers: Sequence[Tensor], place: Tensor, *, num_slots: int, first_ro
             launch(
                 add_rows_kernel,
                 (cdiv(num_tokens, bt), cdiv(width, bd)),
-                (table, peers[0].stride(0), place.contiguous(), out, num_tokens, first_row, width, num_slots),
+                (table, peers[0].stride(0), place.contiguous(), out, num_tokens, first_row, width, experts_per_rank),
                 dict(W=len(peers), **_slots_of(place), ALIGNED=is_aligned, BT=bt, BD=bd),
             )
     return out

@@ -68,7 +68,7 @@ class UnevenExchange:
         """Emit the plans of the exchanges that start with this rank's own tokens."""
         routes, near = self.routes, None
         if routes.splits_intra_node:
-            kwargs = {"num_places": routes.sizes[-1] * self.placement.num_slots}
+            kwargs = {"num_places": routes.sizes[-1] * self.placement.experts_per_rank}
             begin = routes.position // routes.sizes[-1] * kwargs["num_places"]
             parted = self._call(ops.near_and_far.default, (place,), {"begin": begin, **kwargs})
             near, place = self._parts(parted, (("S", "K"), ("S", "K")), ("near", "far"))
@@ -86,7 +86,7 @@ class UnevenExchange:
 
     def insert_rows(self, tokens: list[fx.Node], choices: list[fx.Node], splits: Iterator[fx.Node]) -> None:
         """Emit the exchange, and a `build_pft` of the received rows."""
-        routes, slots, weights = self.routes, self.placement.num_slots, get_argument(self.pft, "topk_weights")
+        routes, weights = self.routes, get_argument(self.pft, "topk_weights")
         of_hops = [next(splits) for _ in routes.levels]
         moved, sent_values = tokens, choices
         for index, own_splits in enumerate(of_hops):
@@ -99,7 +99,7 @@ class UnevenExchange:
         arrived, local, scales = self._wait(self._last_hops(), ("rows", "slots", "weights"))
         values = dict(zip([*tokens, *choices], [*arrived, *scales], strict=True))
         own_weights = values[weights] if self.routed.has_weights else None
-        kwargs = {"num_experts": slots, "num_rows": next(splits)}
+        kwargs = {"num_experts": self.placement.experts_per_rank, "num_rows": next(splits)}
         here = self._call(ops.build_pft.default, (local, own_weights, None), kwargs)
         parts = self._parts(here, (("B",), ("B",), ("E+1",), ("R", "J"), ("B",)))
         self.received = ReceivedRows(values, {self.results[i]: parts[i] for i in self.results})
@@ -108,7 +108,7 @@ class UnevenExchange:
     def _plan(self, index: int, place: fx.Node, label: str) -> Hop:
         """Emit the plan of the hop at one level."""
         level = self.routes.levels[index]
-        num_slots = self.routes.ranks_within(index) * self.placement.num_slots
+        num_slots = self.routes.ranks_within(index) * self.placement.experts_per_rank
         kwargs = {"num_ranks": level.size, "num_slots": num_slots, "dedup": self.routes.dedup}
         send = self._call(ops.plan_dispatch.default, (place,), kwargs, name=add_label("send", label))
         plan = self._parts(send, (("B",), ("B",), ("W+1",), place.meta["letters"]))

@@ -67,7 +67,9 @@ class GatheredTokens:
         self.slots = arrived.pop(len(tokens))
         values = dict(zip([*tokens, *choices], arrived, strict=True))
         weights = values[get_argument(pft, "topk_weights")] if self.routed.has_weights else None
-        local_pft = call(ops.build_pft.default, (self.slots, weights, None), {"num_experts": self.placement.num_slots})
+        local_pft = call(
+            ops.build_pft.default, (self.slots, weights, None), {"num_experts": self.placement.experts_per_rank}
+        )
         results = parts(local_pft, (("B",), ("B",), ("E+1",), ("A", "K"), ("B",)))
         self.received = ReceivedRows(values, {self.routed.results[i]: results[i] for i in self.routed.results})
 
@@ -88,13 +90,13 @@ class GatheredTokens:
         """Emit the step that reads the other ranks' memory."""
         sizes = {"max_tokens": self.routes.max_tokens or 0, "first_place": self._first_place}
         arguments = tokens, choices, place, length
-        kwargs = {**sizes, "num_slots": self.placement.num_slots, **self.to}
+        kwargs = {**sizes, "experts_per_rank": self.placement.experts_per_rank, **self.to}
         return self.routed.call(ops.pull_tokens.default, arguments, kwargs, axis=self.axis)
 
     @property
     def _first_place(self) -> int:
         """This rank's first destination."""
-        return self.routes.position * self.placement.num_slots
+        return self.routes.position * self.placement.experts_per_rank
 
     def keep_rows_in_stash(self) -> None:
         """Let the experts keep activations in the stash, if the routes have one."""
@@ -102,7 +104,8 @@ class GatheredTokens:
         if stash_layers is None:
             return
         num_slots = get_argument(pft, "topk_ids").meta["val"].shape[-1]
-        balanced = num_slots * self.placement.num_slots / self.placement.num_experts  # rows for each gathered token
+        # rows for each gathered token
+        balanced = num_slots * self.placement.experts_per_rank / self.placement.num_experts
         for node in self.routed.region:
             if node.target is not ops.expert_mlp.default or node.kwargs.get("keep", "h") not in ("h", "all"):
                 continue
@@ -115,7 +118,10 @@ class GatheredTokens:
         """Return the sums of all ranks' tokens to the ranks of the tokens."""
         call, parts, letters = self.routed.call, self.routed.unpack, (self.letter, "D")
         if self.routes.pulls:
-            arguments, kwargs = (sums, self.slots, self.place), {"num_slots": self.placement.num_slots, **self.to}
+            arguments, kwargs = (
+                (sums, self.slots, self.place),
+                {"experts_per_rank": self.placement.experts_per_rank, **self.to},
+            )
             return call(ops.pull_sums.default, arguments, kwargs, letters, axis=self.axis)
         back = call(ops.scatter_sums.default, (sums,), self.to, name="back", axis=self.axis)
         sent, ticket = parts(back, ((), ()))

@@ -63,14 +63,14 @@ def read_local_parts(graph: fx.Graph, stacked: Collection[str], placement: Place
 
 
 def _select_parameters(node: fx.Node, placement: Placement) -> None:
-    """Replace the parameters of all experts by those of this rank's experts, in the order of their slots."""
+    """Replace the parameters of all experts by those of this rank's experts, in their order on it."""
     if node.target is ops.expert_mlp.default:
         body = ExpertBody.from_json(get_argument(node, "body"))
         biased = [g for g in body.up if g.bias]
         gemms = (body.up, biased, [body.down], [body.down] if body.down.bias else [])
         for name, of in zip(("up", "up_bias", "down", "down_bias"), gemms, strict=True):
             set_argument(node, name, _select(get_argument(node, name), [g.num for g in of], placement))
-        node.update_kwarg("body", body.with_experts(placement.num_slots).to_json())
+        node.update_kwarg("body", body.with_experts(placement.experts_per_rank).to_json())
     elif node.target is ops.grouped_mm.default:
         _select_all(node, "w", placement)
     elif node.target is ops.expert_rows.default:

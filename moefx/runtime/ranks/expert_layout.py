@@ -43,12 +43,13 @@ class ExpertLayout:
             kept = self.routes.stash_layers
             stash = "" if kept is None else f"; a stash keeps activations of {kept:g} balanced layers for the backward"
             return (
-                f"experts over {placement.num_ranks} ranks of mesh axis {placement.axis!r}, {placement.num_slots} "
-                f"each; every rank {how}, {agreement} ({self.reason}){stash}"
+                f"experts over {placement.num_ranks} ranks of mesh axis {placement.axis!r}, "
+                f"{placement.experts_per_rank} each; every rank {how}, {agreement} "
+                f"({self.reason}){stash}"
             )
         return (
             f"experts over {placement.num_ranks} ranks of mesh axis {placement.axis!r} ({levels}), "
-            f"{placement.num_slots} each; a token travels as {rows}, {way}{parts} ({self.reason})"
+            f"{placement.experts_per_rank} each; a token travels as {rows}, {way}{parts} ({self.reason})"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertLayout:

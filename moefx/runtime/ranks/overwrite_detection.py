@@ -137,7 +137,7 @@ class OverwritingWatch:
             by_sample.setdefault(tuple(words[half:]), []).append(position)
         if len(by_sample) == len(samples):
             return []
-        one_expert = self.placement.num_slots == 1
+        one_expert = self.placement.experts_per_rank == 1
         return [
             positions
             for words, positions in by_sample.items()
@@ -174,7 +174,7 @@ class OverwritingWatch:
             samples = [_sample_values(_local_part(find_owner_and_tensor(self.block, name)[1])) for name in self.sampled]
         else:
             local = _local_part(find_owner_and_tensor(self.block, first)[1])
-            part = len(local) // self.placement.num_slots if not self.parameters.separate else len(local)
+            part = len(local) // self.placement.experts_per_rank if not self.parameters.separate else len(local)
             samples = [_sample_values(local[:part]), _sample_values(local[len(local) - part :])]
         words = [part for part in samples if part is not None]
         return torch.cat(words) if len(words) == 2 else None

@@ -60,17 +60,17 @@ def full_state_dict(
 def _gather_separate_experts(
     local_state: dict[str, Any], block: str, parameters: ExpertParameters, placement: Placement, routes: ExchangeRoutes
 ) -> Iterator[tuple[str, Tensor]]:
-    """Gather the parameters of separate experts: one collective per name and expert slot of a rank."""
+    """Gather the parameters of separate experts: one collective per name and local expert."""
     if not parameters.separate:
         return
     group, expert_at = get_group(placement.group), {place: expert for expert, place in enumerate(placement.places)}
-    for slot, expert in enumerate(placement.local_experts):
+    for number, expert in enumerate(placement.local_experts):
         for i, name in enumerate(parameters.separate[expert]):
             value = _unshard(local_state[join_name(block, name)]).contiguous()
             parts = [torch.empty_like(value) for _ in range(placement.num_ranks)]
             dist.all_gather(parts, value, group=group)
             for position, part in enumerate(parts):
-                other = expert_at[routes.order[position] * placement.num_slots + slot]
+                other = expert_at[routes.order[position] * placement.experts_per_rank + number]
                 yield join_name(block, parameters.separate[other][i]), part
 
 

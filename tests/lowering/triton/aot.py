@@ -236,8 +236,8 @@ def compile_exchanges(dtype: torch.dtype) -> None:
     exchange_ops.combine(rows, None, token_ids, offsets, inverse)
     exchange_ops.combine(rows, weights.flatten(), token_ids, offsets, inverse)
     for peers in ([x, x], [x[:, 1:], x[:, 1:]]):  # aligned or not
-        peer_ops.read_rows(peers, torch.cat([place, place]), num_slots=4)
-        peer_ops.add_rows(peers, place, num_slots=4, first_row=0)
+        peer_ops.read_rows(peers, torch.cat([place, place]), experts_per_rank=4)
+        peer_ops.add_rows(peers, place, experts_per_rank=4, first_row=0)
 
 
 def list_roles(kernel: str, device: torch.device, dtype: torch.dtype) -> list[Config]:

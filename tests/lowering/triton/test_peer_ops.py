@@ -30,11 +30,11 @@ def test_rows_and_sums_equal_the_references(device, dtype, width, top_k, begin):
         rows[2] = float("nan")  # of a token without experts, which nobody reads
     place = torch.cat([draw_places(tokens, top_k) for _ in range(RANKS)])
     slots = place - SLOTS  # of rank 1
-    got = peer_ops.read_rows(shown, slots.to(device), num_slots=SLOTS)
-    want = peer_rows.read_rows.reference(shown, slots.to(device), num_slots=SLOTS)
+    got = peer_ops.read_rows(shown, slots.to(device), experts_per_rank=SLOTS)
+    want = peer_rows.read_rows.reference(shown, slots.to(device), experts_per_rank=SLOTS)
     assert not got.isnan().any() and torch.equal(got, want)
     own = place[: tokens - first]
-    options = dict(num_slots=SLOTS, first_row=first)
+    options = dict(experts_per_rank=SLOTS, first_row=first)
     own[2 - first] = -1
     got = peer_ops.add_rows(shown, own.to(device), **options)
     want = peer_rows.add_rows.reference(shown, own.to(device), **options)
@@ -44,5 +44,5 @@ def test_rows_and_sums_equal_the_references(device, dtype, width, top_k, begin):
 def test_exchanges_without_tokens_run(device):
     shown = [torch.zeros(0, 8, device=device) for _ in range(RANKS)]
     nothing = torch.zeros(0, 2, dtype=torch.int32, device=device)
-    assert peer_ops.read_rows(shown, nothing, num_slots=SLOTS).shape == (0, 8)
-    assert peer_ops.add_rows(shown, nothing, num_slots=SLOTS, first_row=0).shape == (0, 8)
+    assert peer_ops.read_rows(shown, nothing, experts_per_rank=SLOTS).shape == (0, 8)
+    assert peer_ops.add_rows(shown, nothing, experts_per_rank=SLOTS, first_row=0).shape == (0, 8)
