@@ -49,16 +49,16 @@ class MlpPieces:
         grad_hidden, scaled = (self.grad_hidden, False), (self.scaled, False)
         hidden, grad_rows, parts = [self.hidden], [self.grad_hidden], self.shape.parts
 
-        def act_backward(cut: Config) -> None:
-            self.handed_on = run.act_backward(self.grad, True, hidden, grad_rows, self.scaled, True, cut)[2:]
+        def act_backward(tiles: Config) -> None:
+            self.handed_on = run.act_backward(self.grad, True, hidden, grad_rows, self.scaled, True, tiles)[2:]
 
         return {
-            "up": (parts, lambda cut: run.project_up(hidden, self.act, cut)),
-            "down": (1, lambda cut: run.project_down(self.act, self.out, False, cut)),
+            "up": (parts, lambda tiles: run.project_up(hidden, self.act, tiles)),
+            "down": (1, lambda tiles: run.project_down(self.act, self.out, False, tiles)),
             "act_backward": (1, act_backward),
-            "grad_x": (parts, lambda cut: run.multiply_rows(grad_rows, run.up, self.out, backward=True, cut=cut)),
-            "grad_up": (parts, lambda cut: run.outer("grad_up", grad_hidden, (self.x, True), dtype, cut)),
-            "grad_down": (1, lambda cut: run.outer("grad_down", self.handed_on, scaled, dtype, cut)),
+            "grad_x": (parts, lambda tiles: run.multiply_rows(grad_rows, run.up, self.out, backward=True, tiles=tiles)),
+            "grad_up": (parts, lambda tiles: run.outer("grad_up", grad_hidden, (self.x, True), dtype, tiles)),
+            "grad_down": (1, lambda tiles: run.outer("grad_down", self.handed_on, scaled, dtype, tiles)),
         }
 
     def list_tuned_kernels(self) -> dict[str, tuple[int, Callable[[Config], Any]]]:
@@ -66,11 +66,11 @@ class MlpPieces:
         gathered rows."""
         gemms = self.list_kernels()
         (_, act_backward), (_, grad_down) = gemms["act_backward"], gemms["grad_down"]
-        cut = self.choose_config("grad_down")
+        tiles = self.choose_config("grad_down")
 
         def both(other: Config) -> None:
             act_backward(other)
-            grad_down(cut)
+            grad_down(tiles)
             self.handed_on = (self.grad, True)
 
         return gemms | {"act_backward": (2, both)}
@@ -101,8 +101,8 @@ class MlpPieces:
 
         def gemm(name: str) -> tuple[int, int, Callable[[], object]]:
             matrices, work = gemms[name]
-            cut = self.choose_config(name)
-            return matrices * s.flops, moved[name] * width, lambda: work(cut)
+            tiles = self.choose_config(name)
+            return matrices * s.flops, moved[name] * width, lambda: work(tiles)
 
         combined = (0, (rows + s.T) * s.d * width)
         scale = run.point.scale

@@ -27,8 +27,8 @@ _SETTLED = 0.04  # seconds
 
 def list_jobs(kernels: list[str]) -> Iterator[tuple[str, Config]]:
     for kernel in kernels:
-        for cut in list_candidates(kernel, torch.device("cuda"), torch.bfloat16):
-            yield kernel, cut
+        for tiles in list_candidates(kernel, torch.device("cuda"), torch.bfloat16):
+            yield kernel, tiles
 
 
 def compile_share(shapes: list[Shape], kernels: list[str], share: int, num_shares: int) -> None:
@@ -36,13 +36,13 @@ def compile_share(shapes: list[Shape], kernels: list[str], share: int, num_share
     in."""
     for shape in shapes:
         case = None
-        for i, (kernel, cut) in enumerate(list_jobs(kernels)):
+        for i, (kernel, tiles) in enumerate(list_jobs(kernels)):
             if i % num_shares == share:
                 case = case or MlpPieces(shape.small)
                 try:
-                    case.list_tuned_kernels()[kernel][1](cut)
+                    case.list_tuned_kernels()[kernel][1](tiles)
                 except Exception as error:
-                    print(f"{shape.name} {kernel} {cut}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
+                    print(f"{shape.name} {kernel} {tiles}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
         torch.cuda.synchronize()
 
 
@@ -67,17 +67,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         for kernel, (matrices, work) in case.list_tuned_kernels().items():
             if kernel not in kernels:
                 continue
-            cuts = list_candidates(kernel, torch.device("cuda"), torch.bfloat16)
+            candidates = list_candidates(kernel, torch.device("cuda"), torch.bfloat16)
             left = options.seconds - (time.time() - begin)
             times, is_complete = time_candidates(
-                cuts, work, rounds=options.rounds, repeats=3, seconds=left, settled=_SETTLED
+                candidates, work, rounds=options.rounds, repeats=3, seconds=left, settled=_SETTLED
             )
             if not is_complete:
                 return print("out of time")
-            results = [(statistics.median(ms), cut) for cut, ms in times.items()]
-            for ms, cut in results if options.out else ():
+            results = [(statistics.median(ms), tiles) for tiles, ms in times.items()]
+            for ms, tiles in results if options.out else ():
                 row = dict(shape=shape.name, kernel=kernel, ms=ms, tflops=matrices * shape.flops / ms / 1e9)
-                append_row({**row, "config": dataclasses.asdict(cut)}, options.out)
+                append_row({**row, "config": dataclasses.asdict(tiles)}, options.out)
             results.sort(key=lambda r: r[0])
             if options.table and results:
                 best = format_line(
@@ -85,9 +85,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 )
                 with open(options.table, "a") as file:
                     print(best, file=file)
-            for ms, cut in results[:3]:
+            for ms, tiles in results[:3]:
                 tflops = matrices * shape.flops / ms / 1e9
-                print(f"{shape.name:10} {kernel:13} {ms:8.3f} ms {tflops:6.0f} TFLOP/s  {cut.text}", flush=True)
+                print(f"{shape.name:10} {kernel:13} {ms:8.3f} ms {tflops:6.0f} TFLOP/s  {tiles.text}", flush=True)
         del case
         torch.cuda.empty_cache()
 

@@ -87,7 +87,7 @@ def find_fastest(
         finally:
             took = time.perf_counter() - begin
             _spent += took
-        best = min(times, key=lambda cut: statistics.median(times[cut]), default=None)
+        best = min(times, key=lambda tiles: statistics.median(times[tiles]), default=None)
         _log.info("tuning %s: %s in %.1f s", name, best and best.text, took)
     return best, is_complete
 
@@ -111,26 +111,26 @@ def time_candidates(
         Milliseconds of each candidate; and whether all candidates were tried in time.
     """
     deadline, fit, is_complete = time.perf_counter() + seconds, [], True
-    for cut in candidates:
+    for tiles in candidates:
         if fit and time.perf_counter() > deadline:
             is_complete = False
             break
         try:
-            trial(cut)  # compiles it
-            fit.append(cut)
+            trial(tiles)  # compiles it
+            fit.append(tiles)
         except Exception as error:
             if not _does_not_fit(error):
                 raise
-            _log.info("%s does not fit: %s", cut.text, str(error)[:200])
-    times: dict[Config, list[float]] = {cut: [] for cut in fit}
+            _log.info("%s does not fit: %s", tiles.text, str(error)[:200])
+    times: dict[Config, list[float]] = {tiles: [] for tiles in fit}
     # In turns, because a GPU's clock changes under load by more than candidates differ.
-    for cut in [cut for _ in range(rounds) for cut in fit]:
+    for tiles in [tiles for _ in range(rounds) for tiles in fit]:
         try:
-            settle(functools.partial(trial, cut), settled)
-            times[cut].append(milliseconds(functools.partial(trial, cut), repeats=repeats, warmup=1))
+            settle(functools.partial(trial, tiles), settled)
+            times[tiles].append(milliseconds(functools.partial(trial, tiles), repeats=repeats, warmup=1))
         except torch.cuda.OutOfMemoryError:  # timing needs more memory than the call itself
-            times.pop(cut, None)
-            return {cut: durations for cut, durations in times.items() if durations}, False
+            times.pop(tiles, None)
+            return {tiles: durations for tiles, durations in times.items() if durations}, False
     return times, is_complete
 
 

@@ -33,7 +33,7 @@ class BackwardCall(KernelCall):
         grad_hidden: Sequence[Tensor],
         scaled_act: Tensor | None,
         need_w: bool,
-        cut: Config | None = None,
+        tiles: Config | None = None,
     ) -> tuple[Tensor | None, int, Tensor, bool]:
         """Compute dH and scale * A.
 
@@ -43,41 +43,41 @@ class BackwardCall(KernelCall):
         call, point = self.call, self.point
         width, inner = self.act_width, self.out_width
 
-        def trial(cut: Config) -> None:  # does not overwrite H
+        def trial(tiles: Config) -> None:  # does not overwrite H
             others = [torch.empty_like(h) for h in hidden] if grad_hidden is hidden else grad_hidden
-            self.act_backward(grad, gather, hidden, others, scaled_act, need_w, cut)
+            self.act_backward(grad, gather, hidden, others, scaled_act, need_w, tiles)
 
-        cut = cut or self.config("act_backward", width, inner, trial)
-        if cut.roles and cut.fused and not warp_specialized.supports_act_backward(self, grad, hidden, cut):
-            cut = portable_config("act_backward")
-        if gather and cut.gather_first:
+        tiles = tiles or self.config("act_backward", width, inner, trial)
+        if tiles.roles and tiles.fused and not warp_specialized.supports_act_backward(self, grad, hidden, tiles):
+            tiles = portable_config("act_backward")
+        if gather and tiles.gather_first:
             grad, gather = self.gather(grad), False
-        num_partials, dots = (cdiv(width, cut.bn) if cut.fused else 1), None
+        num_partials, dots = (cdiv(width, tiles.bn) if tiles.fused else 1), None
         num_sums = (point.scale is not None) + point.uses_weight
         if need_w and num_sums:
             dots = self.empty(num_partials * num_sums, call.num_rows, torch.float32)
         (h0, h1), (dh0, dh1) = self.parts(hidden), self.parts(grad_hidden)
         constants = point.vjp_constants | dict(STORE_ACT=scaled_act is not None, STORE_DOTS=dots is not None)
-        if not cut.fused:
+        if not tiles.fused:
             grad_act = self.empty(call.num_rows, width) if scaled_act is None else scaled_act
-            self.multiply_rows([grad], [self.down], grad_act, backward=True, gather=gather, cut=cut)
+            self.multiply_rows([grad], [self.down], grad_act, backward=True, gather=gather, tiles=tiles)
             bt, bd = choose_block(width)
             args = (grad_act, h0, h1, dh0, dh1, h0.stride(0), call.expert_offsets, self.w, dots, call.num_rows)
             args = (*args, width, self.num_experts)
             launch(rows.act_vjp_kernel, (cdiv(call.num_rows, bt),), args, constants | dict(BT=bt, BD=bd))
             return dots, num_partials, grad, gather
-        if cut.roles:
-            warp_specialized.act_backward(self, grad, gather, (h0, h1), (dh0, dh1), scaled_act, dots, constants, cut)
+        if tiles.roles:
+            warp_specialized.act_backward(self, grad, gather, (h0, h1), (dh0, dh1), scaled_act, dots, constants, tiles)
             return dots, num_partials, grad, gather
-        schedule, max_tiles = self.schedule(cut.bm)
-        w = self.down.operand(backward=True, block=(cut.bn, cut.bk) if cut.descriptors else None)
+        schedule, max_tiles = self.schedule(tiles.bm)
+        w = self.down.operand(backward=True, block=(tiles.bn, tiles.bk) if tiles.descriptors else None)
         args = (
             *(grad, grad.stride(0), call.token_ids, schedule, max_tiles),
             *(w.source, w.expert, w.column, w.inner, self.w, h0, h1, dh0, dh1, h0.stride(0)),
             *(scaled_act, dots, call.num_rows, width, inner),
         )
-        constants |= dict(GATHER=gather, WEIGHT=w.access, COLUMNS_FIRST=w.columns_first, SLICES=cut.slices)
-        self.launch_gemm(act_backward_kernel, cut, max_tiles * num_partials, width, inner, args, constants)
+        constants |= dict(GATHER=gather, WEIGHT=w.access, COLUMNS_FIRST=w.columns_first, SLICES=tiles.slices)
+        self.launch_gemm(act_backward_kernel, tiles, max_tiles * num_partials, width, inner, args, constants)
         return dots, num_partials, grad, gather
 
     def weight_gradient(self, grad: Tensor, gather: bool, dots: Tensor | None, num_partials: int) -> Tensor:
@@ -111,35 +111,35 @@ class BackwardCall(KernelCall):
         left: tuple[Tensor, bool],
         right: tuple[Tensor, bool],
         dtype: torch.dtype,
-        cut: Config | None = None,
+        tiles: Config | None = None,
     ) -> Tensor:
         """Sum left[r]^T right[r] over each expert's rows, [E,.,.]. Each side is (rows, whether to gather them)."""
         sizes = right[0].shape[1], left[0].shape[1]
-        cut = cut or self.config(kernel, *sizes, lambda cut: self.outer(kernel, left, right, dtype, cut))
-        if cut.gather_first:
+        tiles = tiles or self.config(kernel, *sizes, lambda tiles: self.outer(kernel, left, right, dtype, tiles))
+        if tiles.gather_first:
             left, right = ((self.gather(t), False) if to_gather else (t, False) for t, to_gather in (left, right))
         (a, gather_left), (b, gather_right) = left, right
         height, width = a.shape[1], b.shape[1]
         out = empty((self.num_experts, height, width), dtype, self.device)
-        if cut.roles:
-            if warp_specialized.try_outer(self, left, right, out, cut):
+        if tiles.roles:
+            if warp_specialized.try_outer(self, left, right, out, tiles):
                 return out
-            cut = portable_config(kernel)
-        num_tiles = self.num_experts * cdiv(height, cut.bm) * cdiv(width, cut.bn)
-        describe_left = cut.descriptors and not gather_left and is_describable(a)
-        describe_right = cut.descriptors and not gather_right and is_describable(b)
+            tiles = portable_config(kernel)
+        num_tiles = self.num_experts * cdiv(height, tiles.bm) * cdiv(width, tiles.bn)
+        describe_left = tiles.descriptors and not gather_left and is_describable(a)
+        describe_right = tiles.descriptors and not gather_right and is_describable(b)
         if describe_left or describe_right:  # described sides have a buffer for each stage, a gathered side has one
-            left_bytes, right_bytes = (n * cut.bk * a.element_size() for n in (cut.bm, cut.bn))
+            left_bytes, right_bytes = (n * tiles.bk * a.element_size() for n in (tiles.bm, tiles.bn))
             bytes_of_stage = describe_left * left_bytes + describe_right * right_bytes
             room = _SHARED_BYTES - (left_bytes + right_bytes - bytes_of_stage)
-            cut = dataclasses.replace(cut, stages=max(1, min(cut.stages, room // bytes_of_stage)))
+            tiles = dataclasses.replace(tiles, stages=max(1, min(tiles.stages, room // bytes_of_stage)))
         # The result's tile is staged in shared memory, which is too small for float64.
-        describe_out = cut.descriptors and width * out.element_size() % 16 == 0 and out.element_size() <= 4
+        describe_out = tiles.descriptors and width * out.element_size() % 16 == 0 and out.element_size() <= 4
         args = (
-            *(make_descriptor(a, cut.bk, cut.bm) if describe_left else a, a.stride(0)),
-            *(make_descriptor(b, cut.bk, cut.bn) if describe_right else b, b.stride(0)),
+            *(make_descriptor(a, tiles.bk, tiles.bm) if describe_left else a, a.stride(0)),
+            *(make_descriptor(b, tiles.bk, tiles.bn) if describe_right else b, b.stride(0)),
             *(self.call.token_ids, self.call.expert_offsets),
-            *(make_descriptor(out, 1, cut.bm, cut.bn) if describe_out else out, height, width, self.num_experts),
+            *(make_descriptor(out, 1, tiles.bm, tiles.bn) if describe_out else out, height, width, self.num_experts),
         )
         constants = dict(
             GATHER_LEFT=gather_left,
@@ -147,11 +147,11 @@ class BackwardCall(KernelCall):
             LEFT_DESCRIPTOR=describe_left,
             RIGHT_DESCRIPTOR=describe_right,
             OUT_DESCRIPTOR=describe_out,
-            EVEN=height % cut.bm == 0 and width % cut.bn == 0,
+            EVEN=height % tiles.bm == 0 and width % tiles.bn == 0,
             VECTOR=math.gcd(height, width, 8),
-            **self.tile_constants(cut),
+            **self.tile_constants(tiles),
         )
-        launch(outer_kernel, self.grid(cut, num_tiles), args, constants, warps=cut.warps, stages=cut.stages)
+        launch(outer_kernel, self.grid(tiles, num_tiles), args, constants, warps=tiles.warps, stages=tiles.stages)
         return out
 
     def sum_rows(self, tensor: Tensor, gather: bool, scale: Any, dtype: torch.dtype) -> Tensor:

@@ -104,10 +104,10 @@ class KernelCall:
     def bins(self) -> int:
         return next_power_of_2(self.num_experts)
 
-    def grid(self, cut: Config, num_tiles: int) -> tuple[int]:
-        if self.is_beside or not cut.persistent:
+    def grid(self, tiles: Config, num_tiles: int) -> tuple[int]:
+        if self.is_beside or not tiles.persistent:
             return (num_tiles,)
-        return (min(num_tiles, cut.persistent * num_multiprocessors(self.device)),)
+        return (min(num_tiles, tiles.persistent * num_multiprocessors(self.device)),)
 
     def parts(self, hidden: Sequence[Tensor]) -> list[Tensor]:
         """Views of the up-projections at which the kernels' two parts begin. Joined parts begin at the same one."""
@@ -133,32 +133,32 @@ class KernelCall:
 
     # -- pieces of the forward
 
-    def project_up(self, hidden: list[Tensor] | None, act: Tensor | None, cut: Config | None = None) -> None:
+    def project_up(self, hidden: list[Tensor] | None, act: Tensor | None, tiles: Config | None = None) -> None:
         call, point = self.call, self.point
         width, inner = self.act_width, self.x.shape[1]
-        cut = cut or self.config("up", width, inner, lambda cut: self.project_up(hidden, act, cut))
-        if not cut.fused:
+        tiles = tiles or self.config("up", width, inner, lambda tiles: self.project_up(hidden, act, tiles))
+        if not tiles.fused:
             hidden = hidden or [self.empty(call.num_rows, w) for w in self.up_widths]
             for h, w, bias in zip(hidden, self.up, self.up_bias, strict=True):
-                self.multiply_rows([self.x], [w], h, backward=False, gather=True, bias=bias, cut=cut)
+                self.multiply_rows([self.x], [w], h, backward=False, gather=True, bias=bias, tiles=tiles)
             if act is not None:
                 self.activate(hidden, act)
             return
-        if cut.roles:
-            if warp_specialized.try_project_up(self, hidden, act, cut):
+        if tiles.roles:
+            if warp_specialized.try_project_up(self, hidden, act, tiles):
                 return
-            cut = portable_config("up")
-        schedule, max_tiles = self.schedule(cut.bm)
-        block = ((2 if point.joined else 1) * cut.bn, cut.bk) if cut.descriptors else None
+            tiles = portable_config("up")
+        schedule, max_tiles = self.schedule(tiles.bm)
+        block = ((2 if point.joined else 1) * tiles.bn, tiles.bk) if tiles.descriptors else None
         w0, w1 = (w.operand(backward=False, block=block) for w in self.part_weights())
         bias0, bias1 = self.part_biases()
         h0, h1 = self.parts(hidden) if hidden else (self.x, self.x)
         stored = [t for t in (h0 if hidden else None, h1 if hidden else None, act) if t is not None]
         described: list[Any] = [None, None, None]
-        if describe_out := cut.store_descriptors and all(map(is_describable, stored)):
+        if describe_out := tiles.store_descriptors and all(map(is_describable, stored)):
             if hidden:
-                described[:2] = (make_descriptor(h, cut.bm, (2 if point.joined else 1) * cut.bn) for h in (h0, h1))
-            described[2] = None if act is None else make_descriptor(act, cut.bm, cut.bn)
+                described[:2] = (make_descriptor(h, tiles.bm, (2 if point.joined else 1) * tiles.bn) for h in (h0, h1))
+            described[2] = None if act is None else make_descriptor(act, tiles.bm, tiles.bn)
         args = (
             *(self.x, self.x.stride(0), call.token_ids, schedule, max_tiles),
             *(w0.source, w1.source, w0.expert, w0.column, w0.inner),
@@ -173,7 +173,7 @@ class KernelCall:
             STORE_ACT=act is not None,
             OUT_DESCRIPTOR=describe_out,
         )
-        self.launch_gemm(up_kernel, cut, max_tiles * cdiv(width, cut.bn), width, inner, args, constants)
+        self.launch_gemm(up_kernel, tiles, max_tiles * cdiv(width, tiles.bn), width, inner, args, constants)
 
     def activate(self, hidden: Sequence[Tensor], act: Tensor) -> None:
         """Run the pointwise part in a kernel of its own."""
@@ -186,9 +186,9 @@ class KernelCall:
             self.point.act_constants | dict(BT=bt, BD=bd),
         )
 
-    def project_down(self, act: Tensor, out: Tensor, scaled: bool, cut: Config | None = None) -> None:
+    def project_down(self, act: Tensor, out: Tensor, scaled: bool, tiles: Config | None = None) -> None:
         scale = self.point.scale if scaled else None
-        self.multiply_rows([act], [self.down], out, backward=False, bias=self.down_bias, scale=scale, cut=cut)
+        self.multiply_rows([act], [self.down], out, backward=False, bias=self.down_bias, scale=scale, tiles=tiles)
 
     def multiply_rows(
         self,
@@ -200,39 +200,43 @@ class KernelCall:
         bias: Tensor | None = None,
         scale: Any = None,
         gather: bool = False,
-        cut: Config | None = None,
+        tiles: Config | None = None,
     ) -> None:
         width, inner = out.shape[1], terms[0].shape[1]
 
-        def trial(cut: Config) -> None:
-            self.multiply_rows(terms, weights, out, backward=backward, bias=bias, scale=scale, gather=gather, cut=cut)
+        def trial(tiles: Config) -> None:
+            self.multiply_rows(
+                terms, weights, out, backward=backward, bias=bias, scale=scale, gather=gather, tiles=tiles
+            )
 
-        cut = cut or self.config("grad_x" if backward else "down", width, inner, trial)
-        if gather and cut.gather_first:
+        tiles = tiles or self.config("grad_x" if backward else "down", width, inner, trial)
+        if gather and tiles.gather_first:
             terms, gather = [self.gather(term) for term in terms], False
-        if cut.roles:
+        if tiles.roles:
             if warp_specialized.try_multiply_rows(
-                self, terms, weights, out, backward=backward, bias=bias, scale=scale, gather=gather, cut=cut
+                self, terms, weights, out, backward=backward, bias=bias, scale=scale, gather=gather, tiles=tiles
             ):
                 return
-            cut = portable_config("down")
+            tiles = portable_config("down")
         if out.element_size() > terms[0].element_size():
             # A wider result needs twice the shared memory for its tile.
-            cut = dataclasses.replace(cut, flatten=False, store_descriptors=False)
-        schedule, max_tiles = self.schedule(cut.bm)
-        operands = [w.operand(backward=backward, block=(cut.bn, cut.bk) if cut.descriptors else None) for w in weights]
+            tiles = dataclasses.replace(tiles, flatten=False, store_descriptors=False)
+        schedule, max_tiles = self.schedule(tiles.bm)
+        operands = [
+            w.operand(backward=backward, block=(tiles.bn, tiles.bk) if tiles.descriptors else None) for w in weights
+        ]
         is_table = operands[0].access.startswith("table")
         if is_table:  # flattened loops do not pipeline loads through addresses
-            cut = dataclasses.replace(cut, flatten=False)
-        described = cut.descriptors and not gather and not is_table and is_describable(terms[0])
-        described_out = cut.store_descriptors and is_describable(out)
-        left = [make_descriptor(t, cut.bm, cut.bk) if described else t for t in terms]
+            tiles = dataclasses.replace(tiles, flatten=False)
+        described = tiles.descriptors and not gather and not is_table and is_describable(terms[0])
+        described_out = tiles.store_descriptors and is_describable(out)
+        left = [make_descriptor(t, tiles.bm, tiles.bk) if described else t for t in terms]
         args = (
             *(left[0], left[-1], terms[0].stride(0), self.call.token_ids),
             *(schedule, max_tiles),
             *(operands[0].source, operands[-1].source, operands[0].expert, operands[0].column, operands[0].inner),
             *(bias, *((0, 0) if bias is None else bias.stride()), self.w, out),
-            *(make_descriptor(out, cut.bm, cut.bn) if described_out else None, width, inner),
+            *(make_descriptor(out, tiles.bm, tiles.bn) if described_out else None, width, inner),
         )
         constants = dict(
             SCALE=scale,
@@ -245,7 +249,7 @@ class KernelCall:
             HAS_BIAS=bias is not None,
             HAS_SCALE=scale is not None,
         )
-        self.launch_gemm(rows_kernel, cut, max_tiles * cdiv(width, cut.bn), width, inner, args, constants)
+        self.launch_gemm(rows_kernel, tiles, max_tiles * cdiv(width, tiles.bn), width, inner, args, constants)
 
     def combine(self, out: Tensor, dtype: torch.dtype, scale: Any) -> Tensor:
         """Sum each token's rows, [S,width]. The number of tokens is not recorded on the tape."""
@@ -258,26 +262,26 @@ class KernelCall:
     def launch_gemm(
         self,
         kernel: Any,
-        cut: Config,
+        tiles: Config,
         num_tiles: int,
         width: int,
         inner: int,
         args: Sequence[Any],
         constants: dict[str, Any],
     ) -> None:
-        even = dict(EVEN_N=width % cut.bn == 0, EVEN_K=inner % cut.bk == 0, VECTOR=math.gcd(width, 8))
-        constants = {**constants, **even, **self.tile_constants(cut)}
-        launch(kernel, self.grid(cut, num_tiles), args, constants, warps=cut.warps, stages=cut.stages)
+        even = dict(EVEN_N=width % tiles.bn == 0, EVEN_K=inner % tiles.bk == 0, VECTOR=math.gcd(width, 8))
+        constants = {**constants, **even, **self.tile_constants(tiles)}
+        launch(kernel, self.grid(tiles, num_tiles), args, constants, warps=tiles.warps, stages=tiles.stages)
 
-    def tile_constants(self, cut: Config) -> dict[str, Any]:
+    def tile_constants(self, tiles: Config) -> dict[str, Any]:
         return dict(
             PRECISION=matmul_precision(self.x),
-            BM=cut.bm,
-            BN=cut.bn,
-            BK=cut.bk,
-            GROUP=cut.group,
-            PERSISTENT=bool(cut.persistent),
-            FLATTEN=cut.flatten,
+            BM=tiles.bm,
+            BN=tiles.bn,
+            BK=tiles.bk,
+            GROUP=tiles.group,
+            PERSISTENT=bool(tiles.persistent),
+            FLATTEN=tiles.flatten,
         )
 
     def gather(self, tensor: Tensor) -> Tensor:

@@ -127,7 +127,7 @@ def list_candidates(kernel: str, device: torch.device, dtype: torch.dtype) -> li
     if dtype is torch.float32:
         return [default_config(kernel, device, dtype), *_FLOAT32_CANDIDATES[kernel]]
     if target(device) == "sm90":
-        return [cut for cut in _HOPPER_CANDIDATES[kernel] if HAS_ROLES or not cut.roles]
+        return [tiles for tiles in _HOPPER_CANDIDATES[kernel] if HAS_ROLES or not tiles.roles]
     return [default_config(kernel, device, dtype), *_PORTABLE_CANDIDATES[kernel]]
 
 
@@ -171,7 +171,7 @@ def _portable_candidates() -> dict[str, list[Config]]:
     """Candidates that fit into 64 KiB of shared memory and the registers of every target."""
     c = Config
     rows = [c(128, 128, 64, 8, 2), c(128, 64, 32, 4, 3), c(64, 128, 32, 4, 3), c(128, 128, 32, 8, 3, persistent=1)]
-    separate = [dataclasses.replace(cut, fused=False) for cut in (_PORTABLE["down"], *rows[:2])]
+    separate = [dataclasses.replace(tiles, fused=False) for tiles in (_PORTABLE["down"], *rows[:2])]
     return _by_kernel(
         up=[c(64, 64, 32, 4, 3), *separate],
         rows=rows,
@@ -183,7 +183,7 @@ def _portable_candidates() -> dict[str, list[Config]]:
 def _float32_candidates() -> dict[str, list[Config]]:
     c = Config
     rows = [c(128, 64, 32, 8, 2), c(64, 128, 32, 8, 2), c(64, 64, 16, 4, 3)]
-    separate = [dataclasses.replace(cut, fused=False) for cut in (_FLOAT32["down"], *rows[:1])]
+    separate = [dataclasses.replace(tiles, fused=False) for tiles in (_FLOAT32["down"], *rows[:1])]
     return _by_kernel(
         up=[c(128, 32, 32, 8, 2), *separate],
         rows=rows,

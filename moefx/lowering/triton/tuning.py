@@ -110,7 +110,7 @@ def _tune(
     first: Config,
     reason: str,
 ) -> tuple[Config, str]:
-    others = [cut for cut in tile_configs.list_candidates(kernel, device, dtype) if cut != first]
+    others = [tiles for tiles in tile_configs.list_candidates(kernel, device, dtype) if tiles != first]
     best, is_complete = autotune.find_fastest(f"{kernel} {_dtype_name(dtype)} {_text(shape)}", [first, *others], trial)
     if best is None:
         return first, f"{reason}; none fit when tuned here"
@@ -136,25 +136,25 @@ def _entries(device: torch.device) -> dict[tuple[str, str, str], list[TunedConfi
         raise InvalidPlan(f"MOEFX_TUNING={TABLE}: {error.strerror}") from None
     for number, text in enumerate(lines, 1):
         try:
-            key, shape, cut = _parse_line(text)
+            key, shape, tiles = _parse_line(text)
         except _MALFORMED as error:
             raise InvalidPlan(f"{TABLE}:{number} is not a line of a tuning table ({error}): {text[:80]}") from None
-        entries.setdefault(key, []).append((shape, cut, "for"))
+        entries.setdefault(key, []).append((shape, tiles, "for"))
     for text in autotune.read_cached_lines(gpu_name(device)):
         try:
-            key, shape, cut = _parse_line(text)
+            key, shape, tiles = _parse_line(text)
         except _MALFORMED:  # for example half a line; the shape is tuned again
             _log.warning(
                 "%s: skipped a line that is not a configuration: %.80s", autotune.cache_file(gpu_name(device)), text
             )
             continue
-        entries.setdefault(key, []).append((shape, cut, _HERE))
+        entries.setdefault(key, []).append((shape, tiles, _HERE))
     return entries
 
 
-def format_line(target: str, dtype: str, kernel: str, shape: Sequence[int], cut: Config) -> str:
+def format_line(target: str, dtype: str, kernel: str, shape: Sequence[int], tiles: Config) -> str:
     """Format a line of a tuning table."""
-    row = dict(target=target, dtype=dtype, kernel=kernel, shape=list(shape), config=dataclasses.asdict(cut))
+    row = dict(target=target, dtype=dtype, kernel=kernel, shape=list(shape), config=dataclasses.asdict(tiles))
     return json.dumps(row)
 
 
@@ -164,8 +164,8 @@ _MALFORMED = (ValueError, TypeError, KeyError, OverflowError, RecursionError)  #
 def _parse_line(text: str) -> tuple[tuple[str, str, str], tuple[int, ...], Config]:
     row = json.loads(text)
     columns, inner, rows = map(int, row["shape"])
-    cut = Config(**row["config"])
-    for name, value in dataclasses.asdict(cut).items():
+    tiles = Config(**row["config"])
+    for name, value in dataclasses.asdict(tiles).items():
         is_size = name in ("bm", "bn", "bk", "warps")
         least = 0 if name == "persistent" or isinstance(value, bool) else 1
         if not isinstance(value, int) or value < least or (is_size and value & (value - 1)):
@@ -173,7 +173,7 @@ def _parse_line(text: str) -> tuple[tuple[str, str, str], tuple[int, ...], Confi
     key = row["target"], row["dtype"], row["kernel"]
     if not all(isinstance(name, str) for name in key):
         raise TypeError(f"{key} are not names")
-    return key, (columns, inner, rows), cut
+    return key, (columns, inner, rows), tiles
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

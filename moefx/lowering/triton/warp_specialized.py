@@ -30,37 +30,37 @@ _BM, _BN, _BK, _WARPS = 128, 256, 64, 8
 _TYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}  # Gluon's names
 
 
-def try_project_up(run: KernelCall, hidden: Sequence[Tensor] | None, act: Tensor | None, cut: Config) -> bool:
+def try_project_up(run: KernelCall, hidden: Sequence[Tensor] | None, act: Tensor | None, tiles: Config) -> bool:
     """Compute H, if it is kept, and the activation. Returns False if the kernel does not support the tensors."""
     from .hopper_point import hopper_up_kernel
 
     point, call = run.point, run.call
     parts, width = run.part_weights(), run.act_width
     paired = point.num_parts == 2 and not point.joined
-    w = _describe_weights(parts[: 2 if paired else 1], backward=False, columns=cut.bn // 2 if paired else cut.bn)
+    w = _describe_weights(parts[: 2 if paired else 1], backward=False, columns=tiles.bn // 2 if paired else tiles.bn)
     if width % 8 or w is None or not _fit(run.x, *(t for t in (*(hidden or ()), act) if t is not None)):
         return False
     bias0, bias1 = run.part_biases()
     h0, h1 = run.parts(hidden) if hidden else (run.x, run.x)
     schedule, max_tiles = run.schedule(_BM)
-    x = run.gather(run.x) if cut.gather_first else run.x
+    x = run.gather(run.x) if tiles.gather_first else run.x
     args = (
-        *(x, _describe(x, _BM, _BK) if cut.gather_first else None, x.stride(0), call.token_ids, schedule, max_tiles),
+        *(x, _describe(x, _BM, _BK) if tiles.gather_first else None, x.stride(0), call.token_ids, schedule, max_tiles),
         *(w[0], w[1] if paired else None),
         *(bias0, bias1, *((0, 0) if bias0 is None else bias0.stride()), run.w, h0, h1, h0.stride(0)),
         *(run.x if act is None else act, width, run.x.shape[1]),
     )
     constants = point.act_constants | dict(
-        GATHER=not cut.gather_first,
+        GATHER=not tiles.gather_first,
         COLUMNS_FIRST=parts[0].columns_first(backward=False),
         HAS_BIAS=bias0 is not None,
         STORE_H=hidden is not None,
         STORE_ACT=act is not None,
     )
-    num_tiles = max_tiles * cdiv(width, cut.bn // point.num_parts)
-    warps = _point_warps(cut)
+    num_tiles = max_tiles * cdiv(width, tiles.bn // point.num_parts)
+    warps = _point_warps(tiles)
     options = dict(ROWS=4 * warps if point.joined else 32, POINT_WARPS=warps)
-    _launch(run, hopper_up_kernel, num_tiles, args, constants, cut, cut.bn, **options)
+    _launch(run, hopper_up_kernel, num_tiles, args, constants, tiles, tiles.bn, **options)
     return True
 
 
@@ -74,7 +74,7 @@ def try_multiply_rows(
     bias: Tensor | None,
     scale: Any,
     gather: bool,
-    cut: Config,
+    tiles: Config,
 ) -> bool:
     """See `KernelCall.multiply_rows`. Returns False if the kernel does not support the tensors."""
     from .hopper import hopper_rows_kernel
@@ -98,13 +98,13 @@ def try_multiply_rows(
         HAS_BIAS=bias is not None,
         HAS_SCALE=scale is not None,
     )
-    _launch(run, hopper_rows_kernel, max_tiles * cdiv(width, _BN), args, constants, cut)
+    _launch(run, hopper_rows_kernel, max_tiles * cdiv(width, _BN), args, constants, tiles)
     return True
 
 
-def supports_act_backward(run: KernelCall, grad: Tensor, hidden: Sequence[Tensor], cut: Config) -> bool:
+def supports_act_backward(run: KernelCall, grad: Tensor, hidden: Sequence[Tensor], tiles: Config) -> bool:
     fit = run.act_width % 8 == 0 and _fit(grad, *hidden)
-    return fit and _describe_weights([run.down], backward=True, columns=cut.bn) is not None
+    return fit and _describe_weights([run.down], backward=True, columns=tiles.bn) is not None
 
 
 def act_backward(
@@ -116,14 +116,14 @@ def act_backward(
     scaled_act: Tensor | None,
     dots: Tensor | None,
     constants: dict[str, Any],
-    cut: Config,
+    tiles: Config,
 ) -> None:
     """See `BackwardCall.act_backward`; `hidden` and `grad_hidden` are the parts."""
     from .hopper_point import hopper_act_backward_kernel
 
     call = run.call
     width, inner = run.act_width, run.out_width
-    w = _describe_weights([run.down], backward=True, columns=cut.bn)
+    w = _describe_weights([run.down], backward=True, columns=tiles.bn)
     assert w is not None
     schedule, max_tiles = run.schedule(_BM)
     args = (
@@ -132,13 +132,15 @@ def act_backward(
         *(call.num_rows, width, inner),
     )
     constants = constants | dict(GATHER=gather, COLUMNS_FIRST=run.down.columns_first(backward=True))
-    num_tiles = max_tiles * cdiv(width, cut.bn)
-    warps = _point_warps(cut)
+    num_tiles = max_tiles * cdiv(width, tiles.bn)
+    warps = _point_warps(tiles)
     options = dict(ROWS=4 * warps, POINT_WARPS=warps)  # registers have no room for more rows in flight
-    _launch(run, hopper_act_backward_kernel, num_tiles, args, constants, cut, cut.bn, **options)
+    _launch(run, hopper_act_backward_kernel, num_tiles, args, constants, tiles, tiles.bn, **options)
 
 
-def try_outer(run: KernelCall, left: tuple[Tensor, bool], right: tuple[Tensor, bool], out: Tensor, cut: Config) -> bool:
+def try_outer(
+    run: KernelCall, left: tuple[Tensor, bool], right: tuple[Tensor, bool], out: Tensor, tiles: Config
+) -> bool:
     """See `BackwardCall.outer`. Returns False if the kernel does not support the tensors."""
     from .hopper_outer import hopper_outer_kernel
 
@@ -153,7 +155,7 @@ def try_outer(run: KernelCall, left: tuple[Tensor, bool], right: tuple[Tensor, b
     )
     constants = dict(GATHER_LEFT=gather_left, GATHER_RIGHT=gather_right)
     num_tiles = num_experts * cdiv(height, _BM) * cdiv(width, _BN)
-    _launch(run, hopper_outer_kernel, num_tiles, args, constants, cut)
+    _launch(run, hopper_outer_kernel, num_tiles, args, constants, tiles)
     return True
 
 
@@ -163,16 +165,16 @@ def _launch(
     num_tiles: int,
     args: Sequence[Any],
     constants: dict[str, Any],
-    cut: Config,
+    tiles: Config,
     bn: int = _BN,
     **extra: int,
 ) -> None:
-    constants |= dict(BM=_BM, BN=bn, BK=_BK, STAGES=cut.stages, GROUP=cut.group, **extra)
-    launch(kernel, run.grid(cut, num_tiles), args, constants, warps=_WARPS)
+    constants |= dict(BM=_BM, BN=bn, BK=_BK, STAGES=tiles.stages, GROUP=tiles.group, **extra)
+    launch(kernel, run.grid(tiles, num_tiles), args, constants, warps=_WARPS)
 
 
-def _point_warps(cut: Config) -> int:
-    return 4 if cut.bn == _BN else 8
+def _point_warps(tiles: Config) -> int:
+    return 4 if tiles.bn == _BN else 8
 
 
 def _fit(*tensors: Tensor) -> bool:

@@ -241,7 +241,7 @@ def compile_exchanges(dtype: torch.dtype) -> None:
 
 
 def list_roles(kernel: str, device: torch.device, dtype: torch.dtype) -> list[Config]:
-    return [cut for cut in tile_configs.list_candidates(kernel, device, dtype) if cut.roles]
+    return [tiles for tiles in tile_configs.list_candidates(kernel, device, dtype) if tiles.roles]
 
 
 def list_configurations(dtype: torch.dtype, everything: bool) -> Iterator[tuple[str, dict[str, Config]]]:
@@ -259,11 +259,11 @@ def list_configurations(dtype: torch.dtype, everything: bool) -> Iterator[tuple[
         )
     yield "separate", {k: dataclasses.replace(by_shape[k][0], fused=False) for k in ("up", "act_backward")}
     for i in range(2):
-        yield "roles", {k: cuts[i] for k in tile_configs.KERNELS if len(cuts := list_roles(k, device, dtype)) > i}
+        yield "roles", {k: configs[i] for k in tile_configs.KERNELS if len(configs := list_roles(k, device, dtype)) > i}
     if everything:
-        yield from (("default", {kernel: cut}) for kernel, cuts in by_shape.items() for cut in cuts)
+        yield from (("default", {kernel: tiles}) for kernel, configs in by_shape.items() for tiles in configs)
         for kernel in tile_configs.KERNELS:
-            yield from (("tuning", {kernel: cut}) for cut in tile_configs.list_candidates(kernel, device, dtype))
+            yield from (("tuning", {kernel: tiles}) for tiles in tile_configs.list_candidates(kernel, device, dtype))
 
 
 def main() -> None:

@@ -44,13 +44,13 @@ def run_steps(name: str) -> None:
     x, grad = torch.randn(2, TOKENS, D, device="cuda").to(dtype)
     candidates = {kernel: _candidates(kernel, dtype) for kernel in KERNELS}
     for i in range(max(map(len, candidates.values()))):
-        cuts = {kernel: some[i % len(some)] for kernel, some in candidates.items()}
-        run_module.config = lambda kernel, *_, cuts=cuts: cuts[kernel]
+        configs = {kernel: some[i % len(some)] for kernel, some in candidates.items()}
+        run_module.config = lambda kernel, *_, configs=configs: configs[kernel]
         launch_replay._tapes.clear()  # the launches of other configurations
         with op_providers.force("expert_mlp", "triton"), op_providers.force("expert_mlp_backward", "triton"):
             arguments = (layer, routing, x, routing.topk_weights.to(x), grad)
             results = run_and_differentiate(*arguments, keep="h", reduce=i % 2 == 0)
-        assert all(bool(result.isfinite().all()) for result in results), (name, cuts)
+        assert all(bool(result.isfinite().all()) for result in results), (name, configs)
         print(name, i, flush=True)
 
 

@@ -86,7 +86,7 @@ def test_unknown_gluon_versions_get_other_kernels(hopper, monkeypatch):
     for kernel in kernels:
         chosen, why, _ = tuning.find_nearest_config(kernel, CPU, torch.float16, SHAPE)
         assert not chosen.roles and "without Gluon's kernels" in why
-        assert not any(cut.roles for cut in tile_configs.list_candidates(kernel, CPU, torch.float16))
+        assert not any(tiles.roles for tiles in tile_configs.list_candidates(kernel, CPU, torch.float16))
 
 
 def test_text_names_settings_that_differ_from_the_default():
@@ -107,11 +107,11 @@ def test_gluon_is_not_imported_before_it_is_chosen():
 
 
 def test_tables_of_the_user_s(hopper, monkeypatch, tmp_path):
-    cut = tile_configs.portable_config("down")
-    (tmp_path / "good").write_text(tuning.format_line("sm90", "bfloat16", "down", (256, 128, 64), cut) + "\n")
+    tiles = tile_configs.portable_config("down")
+    (tmp_path / "good").write_text(tuning.format_line("sm90", "bfloat16", "down", (256, 128, 64), tiles) + "\n")
     monkeypatch.setattr(tuning, "TABLE", tmp_path / "good")
     assert tuning.find_nearest_config("down", CPU, torch.bfloat16, SHAPE)[:2] == (
-        cut,
+        tiles,
         "tuned for [128 -> 256], 64 rows an expert",
     )
     fields = '"target": "sm90", "dtype": "bfloat16", "kernel": "down"'
@@ -136,11 +136,11 @@ class Gpu:
         monkeypatch.setattr(autotune, "milliseconds", self.milliseconds)
         monkeypatch.setattr(autotune.time, "perf_counter", lambda: self.seconds)
 
-    def trial(self, cut):
+    def trial(self, tiles):
         self.seconds += 1.0
-        if cut in self.too_large:
+        if tiles in self.too_large:
             raise OutOfResources(300000, 227000, "shared memory")
-        self.tried.append(cut)
+        self.tried.append(tiles)
 
     def milliseconds(self, work, **_):
         work()
@@ -252,7 +252,7 @@ class TestTuning:
         assert triton.list_configurations()[0].endswith("none fit when tuned here")
 
     def test_other_errors_are_errors(self, gpu):
-        def trial(cut):
+        def trial(tiles):
             raise RuntimeError("an illegal memory access was encountered")
 
         with pytest.raises(RuntimeError, match="illegal"):
@@ -295,10 +295,10 @@ class TestTuning:
     def test_candidates_that_the_driver_rejects_are_skipped(self, gpu, monkeypatch):
         candidates = tile_configs.list_candidates("up", CPU, torch.bfloat16)
 
-        def trial(cut):
-            if cut != candidates[-1]:
+        def trial(tiles):
+            if tiles != candidates[-1]:
                 raise RuntimeError("Triton Error [CUDA]: too many resources requested for launch")
-            gpu.trial(cut)
+            gpu.trial(tiles)
 
         assert tuning.config("up", CPU, torch.bfloat16, FAR, 128, trial) == candidates[-1]
 
@@ -343,8 +343,8 @@ def test_trials_change_nothing(monkeypatch, device, case, keep):
     def config(kernel, device, dtype, shape, num_experts, trial, with_trials=False):
         first = tuning.config(kernel, device, dtype, shape)
         with autotune.pause_recording():
-            for cut in tile_configs.list_candidates(kernel, device, dtype)[1:3] if with_trials else ():
-                trial(cut)
+            for tiles in tile_configs.list_candidates(kernel, device, dtype)[1:3] if with_trials else ():
+                trial(tiles)
         tried.append(kernel)
         return first
 

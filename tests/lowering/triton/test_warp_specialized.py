@@ -25,7 +25,7 @@ ROLES = Config(128, 256, 64, warps=8, stages=4, persistent=1, roles=True)
 CONFIGS = dict.fromkeys(["down", "grad_x", "grad_up", "grad_down"], ROLES)
 CONFIGS |= dict.fromkeys(["up", "act_backward"], dataclasses.replace(ROLES, stages=3))
 NARROW = CONFIGS | dict.fromkeys(["up", "act_backward"], dataclasses.replace(ROLES, bn=128, stages=6))
-GATHERED = {kernel: dataclasses.replace(cut, gather_first=True) for kernel, cut in CONFIGS.items()}
+GATHERED = {kernel: dataclasses.replace(tiles, gather_first=True) for kernel, tiles in CONFIGS.items()}
 SEPARATE = dict.fromkeys(CONFIGS, dataclasses.replace(ROLES, fused=False, gather_first=True))
 POINT, PRODUCT = {"hopper_up_kernel", "hopper_act_backward_kernel"}, {"hopper_rows_kernel", "hopper_outer_kernel"}
 
