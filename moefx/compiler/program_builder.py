@@ -68,10 +68,18 @@ def build_program(
     }
     snapshots |= _guard_called_modules(block, result)
     # Autocast rules depend on the device.
-    moves = autocast is None and "autocast" not in result.match.modes_read
+    is_device_independent = autocast is None and "autocast" not in result.match.modes_read
     attributes = {**snapshots, **(tied or {})}
     is_repeatable = _is_repeatable(result)
-    return Program(key, result.history, absorbed, _build_guards(result), attributes, moves, is_repeatable=is_repeatable)
+    return Program(
+        key,
+        result.history,
+        absorbed,
+        _build_guards(result),
+        attributes,
+        is_device_independent,
+        is_repeatable=is_repeatable,
+    )
 
 
 def _is_repeatable(result: BlockRewrite) -> bool:

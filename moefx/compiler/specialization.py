@@ -84,14 +84,14 @@ class LazySpecializer:
         args: tuple | None,
         kwargs: Mapping[str, Any] | None,
     ) -> tuple[Program, set[AttributeLocation]]:
-        programs = [p for p in forward.programs if ReadAttributes(block, p.attributes).hold()]
+        programs = [p for p in forward.programs if ReadAttributes(block, p.attributes).are_unchanged()]
         admitting = [p for p in programs if p.key.admits(call)]
         # Only the device differs, and captures do not depend on it without autocast.
         for program in () if admitting else programs:
             expected = call._replace(
                 grad=program.key.grad, training=None if program.key.training is None else call.training
             )
-            if program.moves and _without_device(program.key) == _without_device(expected):
+            if program.is_device_independent and _without_device(program.key) == _without_device(expected):
                 attributes_read = {
                     w
                     for w, value in program.attributes.items()
@@ -303,7 +303,7 @@ def _admits_call(
     program, other = shared.program, shared.block()
     if other is None or not all(is_same(read_value(block, w), read_value(other, w)) for w in shared.attributes_read):
         return False
-    if not program.key.admits(call) or not ReadAttributes(block, program.attributes).hold():
+    if not program.key.admits(call) or not ReadAttributes(block, program.attributes).are_unchanged():
         return False
     if program.guard is None or args is None:
         return True

@@ -118,20 +118,22 @@ class PassManager:
         mode = _fake_mode(graph)
         if mode is None:
             return
-        old = {node.name: node for node in before.graph.nodes}
+        old_nodes = {node.name: node for node in before.graph.nodes}
         fakes = _Fakes(mode, self.block)
         changed: set[Node] = set()  # nodes with another shape or dtype than before the pass
         for node in graph.graph.nodes:
             if node.op not in ("call_function", "get_attr"):
                 continue
-            twin = old.get(node.name)
-            is_same = twin is not None and _is_same_call(node, twin) and changed.isdisjoint(node.all_input_nodes)
+            old_node = old_nodes.get(node.name)
+            is_same = (
+                old_node is not None and _is_same_call(node, old_node) and changed.isdisjoint(node.all_input_nodes)
+            )
             if is_same and ("val" in node.meta or node.op == "get_attr"):
                 continue
-            if twin is not None and node.meta.get("val") is twin.meta.get("val"):
+            if old_node is not None and node.meta.get("val") is old_node.meta.get("val"):
                 node.meta.pop("val", None)  # a copy of the old value: the pass declares none
             value = fakes.evaluate(node, name) if node.op == "call_function" else fakes.find(node)
-            if twin is None or _shapes(value) != _shapes(twin.meta.get("val")):
+            if old_node is None or _shapes(value) != _shapes(old_node.meta.get("val")):
                 changed.add(node)
             if value is None:
                 continue

@@ -66,8 +66,8 @@ class BlockForward:
         self.counts = CallCounts()
         has_stash = expert_layout is not None and bool(expert_layout.routes.stash_layers)
         self.miss_counter = MissCounter() if has_stash else None
-        self.installed = BlockPrograms(block, name, self.counts)
-        self.requests = ProgramRequests(self.installed, specialize)
+        self.block_programs = BlockPrograms(block, name, self.counts)
+        self.requests = ProgramRequests(self.block_programs, specialize)
         self.original = _find_own_forward(block)
         self._warned: set[str] = set()
         self._forced = ""
@@ -85,14 +85,16 @@ class BlockForward:
                 return self.run_original(*args, **kwargs)
             with compile_lock():  # wait for another thread that is specializing the block
                 pass
-        objects = self.installed.objects
+        objects = self.block_programs.objects
         leaves = flatten_arguments(self._bind(*args, **kwargs), objects)
         call = specialize_call(self.block, leaves, objects)
         if torch.compiler.is_compiling():
-            entry = self.installed.find_traced(call, leaves) if self._prepare_trace(*call) else None
+            entry = self.block_programs.find_traced(call, leaves) if self._prepare_trace(*call) else None
         else:
             entry = self._find_eager_entry(call, leaves, args, kwargs)
-            if entry is None and self.installed.objects != objects:  # a new program takes these arguments unflattened
+            if (
+                entry is None and self.block_programs.objects != objects
+            ):  # a new program takes these arguments unflattened
                 return self(*args, **kwargs)
         if entry is not None:
             if torch.compiler.is_compiling():
@@ -166,7 +168,7 @@ class BlockForward:
         if self._forced:
             return entry.run_after(self._forced, self.block, leaves)
         program, values = entry.program, [leaves[i][1] for i in entry.program.leaf_indices]
-        if self.installed.records_load and program.fn_with_load is not None:
+        if self.block_programs.records_load and program.fn_with_load is not None:
             result, self._offsets = program.fn_with_load(self.block, *values)
             return result
         run = program.traced_fn if torch.compiler.is_compiling() else program.fn
@@ -179,8 +181,8 @@ class BlockForward:
         if is_transformed():
             self.counts.last_failed_guard = "forward-mode derivatives and torch.func transforms run the original"
             return None
-        known = len(self.installed.entries)
-        entry = self.installed.find(call, leaves) or self.requests.request(call, leaves, args, kwargs, known)
+        known = len(self.block_programs.entries)
+        entry = self.block_programs.find(call, leaves) or self.requests.request(call, leaves, args, kwargs, known)
         if entry is not None:
             self.counts.rewritten += 1
         return entry
@@ -192,10 +194,10 @@ class BlockForward:
         Takes the fields of a `Specialization`: Dynamo passes plain constants only, no subclasses of tuple.
         """
         call = Specialization(*fields)
-        if not self.installed.find_valid(call):
+        if not self.block_programs.find_valid(call):
             self.requests.request(call, [], None, None)
-        valid = self.installed.find_valid(call)
-        self.installed.move_to_front(valid)  # the trace takes the first program that admits the call
+        valid = self.block_programs.find_valid(call)
+        self.block_programs.move_to_front(valid)  # the trace takes the first program that admits the call
         return bool(valid)
 
     # -- programs ----------------------------------------------------------------------------------
@@ -203,12 +205,12 @@ class BlockForward:
     @property
     def programs(self) -> tuple[Program, ...]:
         """The programs, in the order of trial."""
-        return tuple(entry.program for entry in self.installed.entries)
+        return tuple(entry.program for entry in self.block_programs.entries)
 
     @property
     def objects(self) -> tuple[Path, ...]:
         """Arguments that programs pass on unchanged."""
-        return self.installed.objects
+        return self.block_programs.objects
 
     @property
     def refusals(self) -> dict[tuple[Specialization, tuple[str, ...]], str]:
@@ -217,7 +219,7 @@ class BlockForward:
 
     def add(self, program: Program) -> None:
         """Add a program, to be tried after the existing ones."""
-        self.installed.add(program)
+        self.block_programs.add(program)
 
     @contextlib.contextmanager
     def force_graph(self, name: str) -> Iterator[None]:
@@ -237,7 +239,7 @@ class BlockForward:
     def record_load(self, on: bool = True) -> None:
         """Switch routing statistics on or off. If on, each call keeps a reference to its `expert_offsets`."""
         self._offsets = ()
-        self.installed.record_load(on)
+        self.block_programs.record_load(on)
 
     def load(self) -> torch.Tensor | None:
         """Return the tokens per expert in the last call, int32 [E] on the block's device; None before the first call.
@@ -248,7 +250,7 @@ class BlockForward:
         Raises:
             MoefxError: statistics are switched off.
         """
-        if not self.installed.records_load:
+        if not self.block_programs.records_load:
             raise MoefxError(f"routing statistics of {self.name or 'the block'} are off; call record_load() first")
         if not self._offsets:
             return None
@@ -281,7 +283,7 @@ class BlockForward:
         self.__dict__.update(state)
         known = _read_signature(self.block, None) if parameters is None else inspect.Signature(parameters)
         self._set_signature(known)
-        if self.installed.records_load:
+        if self.block_programs.records_load:
             self.record_load()
 
     def __repr__(self) -> str:

@@ -40,7 +40,7 @@ class AbsorbedModules:
         self.code = {cls: cls.forward for cls in self.types}
         self.forwards = [module.__dict__.get("forward") for module in self.modules]
         self.children = [dict(module._modules) for module in self.modules]
-        self.without = [[n for n, p in module._parameters.items() if p is None] for module in self.modules]
+        self.missing_parameters = [[n for n, p in module._parameters.items() if p is None] for module in self.modules]
         # A parent of an absorbed module may change or be kept: compare only the child that it holds.
         known = set(self.names)
         self.links = [
@@ -67,7 +67,7 @@ class AbsorbedModules:
             or list(map(_children_of, live.parents)) != live.children
             or any(live.childless)
             or list(map(len, live.states)) != live.sizes
-            or any([list(map(get, held)) != none for get, held, none in live.without])
+            or any([list(map(get, registries)) != nothing for get, registries, nothing in live.missing_parameters])
             or any(owner._modules.get(name) is not child for owner, name, child in live.links)
             or list(map(type, self.modules)) != self.types
             or any([cls.forward is not forward for cls, forward in self.code.items()])
@@ -82,8 +82,8 @@ class AbsorbedModules:
             now = self.block.get_submodule(owner)._modules.get(name)
             if now is not child:
                 self._raise_changed(block_name, f"{owner}.{name}".strip("."), _describe_replacement(child, now))
-        for name, module, cls, children, without, forward in zip(
-            self.names, self.modules, self.types, self.children, self.without, self.forwards, strict=True
+        for name, module, cls, children, missing, forward in zip(
+            self.names, self.modules, self.types, self.children, self.missing_parameters, self.forwards, strict=True
         ):
             if type(module) is not cls:
                 self._raise_changed(block_name, name, f"became a {type(module).__name__}")
@@ -94,7 +94,7 @@ class AbsorbedModules:
                     change = _describe_replacement(children.get(child), module._modules.get(child))
                     self._raise_changed(block_name, f"{name}.{child}", change)
             for parameter, value in module._parameters.items():
-                if (value is None) is not (parameter in without):
+                if (value is None) is not (parameter in missing):
                     self._raise_changed(
                         block_name, f"{name}.{parameter}", "was removed" if value is None else "was added"
                     )
@@ -127,10 +127,12 @@ class _AbsorbedLists:
         self.children = [children for _, children in pairs if children]
         # Registries by the names of parameters that are None, such as the bias of Linear(bias=False).
         named: dict[str, list[dict[str, Any]]] = {}
-        for module, names in zip(absorbed.modules, absorbed.without, strict=True):
+        for module, names in zip(absorbed.modules, absorbed.missing_parameters, strict=True):
             for name in names:
                 named.setdefault(name, []).append(module._parameters)
-        self.without = [(methodcaller("get", name), held, [None] * len(held)) for name, held in named.items()]
+        self.missing_parameters = [
+            (methodcaller("get", name), registries, [None] * len(registries)) for name, registries in named.items()
+        ]
         self.childless = [module._modules for module, children in pairs if not children]
         self.states = [module.__dict__ for module in absorbed.modules]
         self.sizes = list(map(len, self.states))
@@ -151,20 +153,20 @@ class ReadAttributes:
         self.block, self.values = block, values
         self._live: _AttributeLists | None = None
 
-    def hold(self) -> bool:
+    def are_unchanged(self) -> bool:
         """Return whether all attributes have their values of capture."""
         if not self.values:
             return True
         if self._live is None:
-            if self.changed() is not None:
+            if self.find_change() is not None:
                 return False
             self._live = _AttributeLists(self.block, self.values)
-        if self._live.hold():
+        if self._live.are_unchanged():
             return True
         self._live = None  # an equal object may have replaced one in the lists
-        return self.changed() is None
+        return self.find_change() is None
 
-    def changed(self) -> tuple[AttributeLocation, Any] | None:
+    def find_change(self) -> tuple[AttributeLocation, Any] | None:
         """Return the first changed attribute and its new value."""
         for where, value in self.values.items():
             now = read_value(self.block, where)
@@ -211,7 +213,7 @@ class _AttributeLists:
             for get in [itemgetter(*names)]
         ]
 
-    def hold(self) -> bool:
+    def are_unchanged(self) -> bool:
         try:
             return (
                 all([list(map(get, states)) == expected for get, states, expected in self.held])

@@ -32,7 +32,7 @@ class InstalledProgram:
         """Return whether the block's code and attributes are those that the program was compiled for."""
         return (
             self.code.holds(self.absorbed.block)
-            and self.attributes.hold()
+            and self.attributes.are_unchanged()
             and not (self.failed and self.find_replaced())
         )
 
@@ -54,9 +54,9 @@ class InstalledProgram:
         """Say which change makes `holds()` false."""
         if not self.code.holds(block := self.absorbed.block):
             return f"the forward of {type(block).__name__} is not the one of {self.code.cls.__name__} that was compiled"
-        if self.attributes.hold():
+        if self.attributes.are_unchanged():
             return f"{self.find_replaced()} has another shape, dtype or class now"
-        where, now = self.attributes.changed() or (AttributeLocation("", ""), None)
+        where, now = self.attributes.find_change() or (AttributeLocation("", ""), None)
         if isinstance(other := self.attributes.values.get(where), AttributeLocation):
             return f"{where} and {other} were one tensor and are two now"
         shown = f"a {type(now).__name__}" if isinstance(now, nn.Module) else repr(now)

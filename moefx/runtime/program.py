@@ -33,7 +33,7 @@ class Program:
         guards: further conditions that capture relied on.
         attributes: values of plain attributes of the block and its submodules at capture. For a tensor with two names,
             the value is the other name.
-        moves: the program holds on any device.
+        is_device_independent: the program holds on any device.
         weights: the paths of arguments that replace attributes of the graph. Empty if the block owns its weights.
         is_repeatable: a run that fails leaves no trace: the block draws no random numbers and changes no state.
 
@@ -56,7 +56,7 @@ class Program:
         absorbed: Sequence[str] = (),
         guards: Sequence[Guard] = (),
         attributes: Mapping[AttributeLocation, Any] | None = None,
-        moves: bool = True,
+        is_device_independent: bool = True,
         weights: Mapping[str, Path] | None = None,
         is_repeatable: bool = False,
     ):
@@ -65,7 +65,7 @@ class Program:
         self.absorbed = tuple(absorbed)
         self.guards = tuple(guards)
         self.attributes = dict(attributes or {})
-        self.moves = moves
+        self.is_device_independent = is_device_independent
         self.weights = dict(weights or {})
         self.is_repeatable = is_repeatable
         graph = self.runnable(history.graph)
@@ -158,7 +158,14 @@ class Program:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        fields = self.absorbed, self.guards, self.attributes, self.moves, self.weights, self.is_repeatable
+        fields = (
+            self.absorbed,
+            self.guards,
+            self.attributes,
+            self.is_device_independent,
+            self.weights,
+            self.is_repeatable,
+        )
         return Program, (self.key, self.history, *fields)
 
     def __repr__(self) -> str:

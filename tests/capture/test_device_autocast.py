@@ -217,4 +217,4 @@ def test_programs_move_to_other_devices_only_without_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         compiled(x)
     for model in (compiled, pickle.loads(pickle.dumps(compiled))):
-        assert [program.moves for program in vars(model)["forward"].programs] == [True, False]
+        assert [program.is_device_independent for program in vars(model)["forward"].programs] == [True, False]

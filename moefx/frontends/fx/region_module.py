@@ -160,7 +160,9 @@ class ExtractedRegion:
         where = dict(zip(self.names, [path for path, _ in key.arguments[len(self.inputs) :]], strict=True))
         made = RegionCall(self.code, len(self.inputs))
         history = program.history.renamed(self.name)
-        installed = Program(key, history, (), program.guards, {}, program.moves, where, program.is_repeatable)
+        installed = Program(
+            key, history, (), program.guards, {}, program.is_device_independent, where, program.is_repeatable
+        )
         install_forward(made, [installed], name=self.name)
         return made
 

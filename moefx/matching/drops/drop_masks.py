@@ -46,10 +46,12 @@ def find_masks(match: Match, find_tie_break: Callable[[], TieBreak | None]) -> l
     for ref in _sort_by_directness(candidates_by_capture[0], match.forms[0]):
         refs = [ref]
         for other in candidates_by_capture[1:]:
-            twin = next((r for r in other if r.signature == ref.signature and _are_same_op(r.node, ref.node)), None)
-            if twin is None:
+            counterpart = next(
+                (r for r in other if r.signature == ref.signature and _are_same_op(r.node, ref.node)), None
+            )
+            if counterpart is None:
                 break
-            refs.append(twin)
+            refs.append(counterpart)
         if len(refs) == len(candidates_by_capture):
             return refs
     if all(_is_explained_by_zeros(match, i) for i in range(len(match.forms))):

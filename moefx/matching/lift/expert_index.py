@@ -159,9 +159,9 @@ class _IndexSearch:
     def find_as_in(self, hint: CanonicalForm) -> ExpertIndex | None:
         """Use the nodes of the hint's expert index, if they explain the summands of this capture."""
         numbers = self._numbers_in(hint) or self.own_numbers
-        twin = self._find_twin(hint.expert_index) if numbers is not None else None
-        slots = _assign_slots(self.keys, twin[1], numbers) if twin is not None else None  # type: ignore[arg-type]
-        return None if twin is None or slots is None else ExpertIndex(*twin, slots)
+        counterpart = self._find_counterpart(hint.expert_index) if numbers is not None else None
+        slots = _assign_slots(self.keys, counterpart[1], numbers) if counterpart is not None else None  # type: ignore[arg-type]
+        return None if counterpart is None or slots is None else ExpertIndex(*counterpart, slots)
 
     def _numbers_in(self, hint: CanonicalForm) -> dict[OwnerKey, int] | None:
         """Return the hint's expert numbers by key, or None if it lacks some expert."""
@@ -178,10 +178,10 @@ class _IndexSearch:
             numbers[key] = number.pop()
         return numbers
 
-    def _find_twin(self, ref: NodeRef) -> tuple[NodeRef, torch.Tensor] | None:
+    def _find_counterpart(self, ref: NodeRef) -> tuple[NodeRef, torch.Tensor] | None:
         """Find the node of this capture at the position of another capture's node, with its values [T, K]."""
         if ref.columns:
-            parts = [part for c in ref.columns if (part := self._find_twin(c)) is not None]
+            parts = [part for c in ref.columns if (part := self._find_counterpart(c)) is not None]
             if len(parts) < len(ref.columns):
                 return None
             columns = tuple(c for c, _ in parts)

@@ -159,11 +159,11 @@ def _move_to_capture(group: CapturedGroup, capture: Capture) -> CapturedGroup | 
     if any(n not in node_here or node_here[n].target != n.target for n in nodes):
         return None
 
-    def twin(ref: NodeRef) -> NodeRef:
-        columns = tuple(map(twin, ref.columns))
+    def move(ref: NodeRef) -> NodeRef:
+        columns = tuple(map(move, ref.columns))
         return dataclasses.replace(ref, node=columns[0].node if columns else node_here[ref.node], columns=columns)
 
-    return dataclasses.replace(group, values=[*map(twin, group.values)])
+    return dataclasses.replace(group, values=[*map(move, group.values)])
 
 
 def _expand_scalar(t: Any) -> _LinearSum:
