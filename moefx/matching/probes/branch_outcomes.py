@@ -259,6 +259,26 @@ def is_unbounded(ranges: IntegerRanges, read: HostRead) -> bool:
     return ROW_COUNT in origins or any(f is not None and bool((f[1] >= UNBOUNDED // 2).any()) for f in origin_ranges)
 
 
+class _Behaviour(NamedTuple):
+    """What the program does if a read has some value.
+
+    Attributes:
+        value: of the read.
+        lines: the lines of its ops, in order.
+        numbers: the numbers among the arguments of its ops, as `collect_numbers` returns them.
+    """
+
+    value: Any
+    lines: list[Any]
+    numbers: dict[Any, Any]
+
+    def find_changes(self, other: _Behaviour) -> set[Any]:
+        """Return the keys of numbers that differ from those of another value, beside the value itself."""
+        pairs = {key: (number, other.numbers.get(key)) for key, number in self.numbers.items()}
+        own = self.value, other.value
+        return {key for key, pair in pairs.items() if pair[0] != pair[1] and pair != own}
+
+
 def _find_boundary_values(
     proof: ProofView, read: HostRead, captured: Capture, known: list[Any], values: list[Any]
 ) -> list[Any]:
@@ -272,29 +292,26 @@ def _find_boundary_values(
         return []
     capture = proof.evidence.forms[at].capture
 
-    def outline(value: Any) -> tuple[Any, list[Any], dict[Any, Any]] | None:
+    def run_with(value: Any) -> _Behaviour | None:
         interventions = {**capture.interventions, read.call_stack: value}
         try:
             nodes = proof.capture(capture.routing.restart(), proof.evidence.sizes[at], interventions).nodes
         except MoefxError:
-            return value, [], {}  # a program that no capture follows is like no other one
+            return _Behaviour(value, [], {})  # a program that no capture follows is like no other one
         except Exception as error:  # the program may check the value
             if is_internal_error(error):
                 raise
             return None
-        return value, list(map(line, nodes)), collect_numbers(nodes)
+        return _Behaviour(value, list(map(line, nodes)), collect_numbers(nodes))
 
-    def differ(a: Any, b: Any) -> set[Any]:
-        return {p for p, n in a[2].items() if n != b[2].get(p) and (n, b[2].get(p)) != (a[0], b[0])}
-
-    seen = [o for o in map(outline, known) if o is not None]
+    seen = [behaviour for behaviour in map(run_with, known) if behaviour is not None]
     changing_values = []
-    for new in map(outline, values):
+    for new in map(run_with, values):
         if new is None:
             continue
-        alike = [o for o in seen if o[1] == new[1]]
-        if not alike or differ(new, alike[0]) - set().union(*[differ(o, alike[0]) for o in alike]):
-            changing_values.append(new[0])
+        alike = [behaviour for behaviour in seen if behaviour.lines == new.lines]
+        if not alike or new.find_changes(alike[0]) - set().union(*[old.find_changes(alike[0]) for old in alike]):
+            changing_values.append(new.value)
             seen.append(new)
     return changing_values
 

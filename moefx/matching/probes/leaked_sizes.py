@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 _LEAK_SIZES = (131, 261, 517, 1029, 2053)  # no powers of two, which programs often treat separately
 _MARGIN = 0.85  # for tokens outside the crowd
 _SEQUENCES = (2, 3, 6, 10)  # numbers of sequences to choose one from
-_FEW, _MAX_NAMED = 8, 8
+_MIN_NAMED_SIZE = 9  # smaller numbers in code are slots, experts and axes more often than numbers of tokens
+_MAX_NAMED_SIZES = 8
+_MAX_STEPS = 8  # to the next number of tokens with other sizes
 _ROUND_SIZES = (64, 100, 128, 210)  # powers, a square, and multiples of the first primes
 
 
@@ -196,10 +198,9 @@ def try_round_sizes(proof: ProofView) -> None:
     if not _has_leaks(proof) or not proof.arguments.dims:
         return
     behaviour = _CommonBehaviour(proof)
-    named = [
-        n for n in trace_closure(collect_code(proof.block)).numbers if type(n) is int and _FEW < n <= MAX_CROWD_TOKENS
-    ]
-    sizes = sorted({*_ROUND_SIZES, *sorted(named)[:_MAX_NAMED]})
+    numbers = trace_closure(collect_code(proof.block)).numbers
+    named = sorted(n for n in numbers if type(n) is int and _MIN_NAMED_SIZE <= n <= MAX_CROWD_TOKENS)
+    sizes = sorted({*_ROUND_SIZES, *named[:_MAX_NAMED_SIZES]})
     for n in itertools.takewhile(lambda n: n < max_capture_tokens(proof.evidence.forms, times=4), sizes):
         try:
             if not any(difference := behaviour.differs(n)):
@@ -220,7 +221,7 @@ def try_round_sizes(proof: ProofView) -> None:
 
 def _find_next(proof: ProofView, tokens: int, step: int) -> int:
     """Return the next number of tokens in direction `step` with other sizes."""
-    candidates = range(tokens + step, tokens + _FEW * step, step)
+    candidates = range(tokens + step, tokens + _MAX_STEPS * step, step)
     return next(
         (n for n in candidates if proof.size_choice.choose_sequence(n) != proof.size_choice.choose_sequence(tokens)),
         tokens + step,

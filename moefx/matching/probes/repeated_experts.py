@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 _MOVES = MOVES - {"cat", "constant_pad_nd", "stack"} | {"_to_copy"}  # ops on one tensor that create no new elements
 _MAX_PAIRED_SLOTS = 8  # up to this many slots, try every pair of them
 _TOKENS_PER_CHANGE = 3  # one token in this many repeats an expert, the others show the form
+# A node, and the flat indices of every token's choices in its value: int64 [T, K], or [T, 1] if each slot has a node.
+_ChoosingNode = tuple[fx.Node, torch.Tensor]
 # Takes the choices of the slots so far, [T] each, and returns new choices of the last of them.
 _Change = Callable[[list[torch.Tensor]], torch.Tensor]
 
@@ -50,24 +52,28 @@ def repeat_experts(proof: ProofView) -> None:
     first, sizes, experts = proof.evidence.reference, proof.evidence.sizes[0], proof.evidence.seen_experts
     if has_distinct_slots(first, experts, proof.evidence.forms):
         return
-    makers = _find_makers(first, experts)
+    choosing_nodes = _find_choosing_nodes(first, experts)
     pairs = _pair_slots(first.slots)
     if len(first.ids) < _TOKENS_PER_CHANGE * len(pairs):  # one token for each pair, and others that show the form
         sizes = proof.size_choice.choose(_TOKENS_PER_CHANGE * len(pairs), 0)
         first = require_same_form(first, proof.capture_and_lift(Routing("diverse", 0), sizes))
-        makers = _find_makers(first, experts)
-    culprits = tuple(dict.fromkeys(get_op_name(node) for node, _ in makers))
-    source = str(makers[-1][0].meta["source"])
-    again = RepeatedChoiceRefused(source, culprits)
-    form = _lift_with_choices(proof, sizes, _build_flips(first, makers, _repeat_earlier(pairs)), again)
+        choosing_nodes = _find_choosing_nodes(first, experts)
+    culprits = tuple(dict.fromkeys(get_op_name(node) for node, _ in choosing_nodes))
+    source = str(choosing_nodes[-1][0].meta["source"])
+    refusal = RepeatedChoiceRefused(source, culprits)
+    form = _lift_with_choices(
+        proof, sizes, _build_interventions(first, choosing_nodes, _repeat_earlier(pairs)), refusal
+    )
     if form is not None and not all(_has_shown(form, i, pairs) for i in range(len(pairs))):
-        raise again
-    if any(map(_is_looked_up, (node for node, _ in makers))):
+        raise refusal
+    if any(map(_is_looked_up, (node for node, _ in choosing_nodes))):
         invalid_id = Refused(
             "the program looks up an expert by a number that may be below 0, which counts from the end",
             culprits=culprits, source=source, remedy="index the experts with the result of topk directly",
         )  # fmt: skip
-        form = _lift_with_choices(proof, sizes, _build_flips(first, makers, _choose_no_expert), invalid_id)
+        form = _lift_with_choices(
+            proof, sizes, _build_interventions(first, choosing_nodes, _choose_no_expert), invalid_id
+        )
         if form is not None and any(e < 0 for group in form.groups for e in group.ids):
             raise invalid_id
 
@@ -107,14 +113,9 @@ def _lift_with_choices(
 
 
 # ---------------------------------------------------------------------- where choices come from
-def _find_makers(form: CanonicalForm, experts: set[int]) -> list[tuple[fx.Node, torch.Tensor]]:
-    """Find the nodes that made the choices, in program order.
-
-    Returns:
-        Each node with the flat indices of every token's choices in its value: int64 [T, K], or [T, 1] if each slot has
-        a node of its own.
-    """
-    makers = []
+def _find_choosing_nodes(form: CanonicalForm, experts: set[int]) -> list[_ChoosingNode]:
+    """Find the nodes that made the choices, in program order."""
+    choosing_nodes: list[_ChoosingNode] = []
     refs = form.expert_index.columns or (form.expert_index,)
     for ref in refs:
         moves: list[fx.Node] = []
@@ -133,8 +134,8 @@ def _find_makers(form: CanonicalForm, experts: set[int]) -> list[tuple[fx.Node, 
         for n in reversed(moves):
             if get_op_name(n) != "_to_copy":
                 indices = n.target(indices, *n.args[1:], **n.kwargs)  # type: ignore[operator]
-        makers.append((node, view_as_slots(indices, form.tokens, ref.axes)))
-    return sorted(makers, key=lambda maker: maker[0].meta["index"])
+        choosing_nodes.append((node, view_as_slots(indices, form.tokens, ref.axes)))
+    return sorted(choosing_nodes, key=lambda pair: pair[0].meta["index"])
 
 
 def _find_unshifted(node: fx.Node) -> fx.Node | None:
@@ -166,42 +167,39 @@ def _is_looked_up(node: fx.Node) -> bool:
     return get_op_name(node) in LOOKUPS and isinstance(table, fx.Node) and table.op == "get_attr"
 
 
-def _build_flips(form: CanonicalForm, makers: list[tuple[fx.Node, torch.Tensor]], change: _Change) -> Interventions:
+def _build_interventions(form: CanonicalForm, choosing_nodes: list[_ChoosingNode], change: _Change) -> Interventions:
     """Build interventions that apply `change` to the choices where their ops compute them."""
     chosen: list[torch.Tensor] = []
     slots_at: dict[Any, dict[int, list[torch.Tensor]]] = {}  # by call site of the op, then by its n-th run there
-    for node, indices in makers:
-        by: Any = node.args[0] if get_op_name(node) == "getitem" else node
-        site, run = by.meta.get("position"), 0
+    for node, indices in choosing_nodes:
+        op: Any = node.args[0] if get_op_name(node) == "getitem" else node
+        site, run = op.meta.get("position"), 0
         if site is None:
-            site = by.meta["source"], str(by.target), all(a.meta.get("from_integers") for a in by.all_input_nodes)
-            before = [n for n in form.capture.nodes[: by.meta["index"]] if n.target == by.target]
+            site = op.meta["source"], str(op.target), all(a.meta.get("from_integers") for a in op.all_input_nodes)
+            before = [n for n in form.capture.nodes[: op.meta["index"]] if n.target == op.target]
             run = sum(n.meta["source"] == site[0] for n in before)
         slots_at.setdefault(site, {}).setdefault(run, []).extend(indices.unbind(1))
 
-    def changing(by_run: dict[int, list[torch.Tensor]]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def build_intervention(by_run: dict[int, list[torch.Tensor]]) -> Callable[[torch.Tensor], torch.Tensor]:
         count = itertools.count()
 
-        def otherwise(out: torch.Tensor) -> torch.Tensor:
+        def force(out: torch.Tensor) -> torch.Tensor:
             flat = out.flatten().clone()
             for at in by_run.get(next(count), ()):
                 chosen.append(flat[at])
                 chosen[-1] = flat[at] = change(chosen).to(flat.dtype)
             return flat.view(out.shape)
 
-        return otherwise
+        return force
 
-    return {site: changing(by_run) for site, by_run in slots_at.items()}
+    return {site: build_intervention(by_run) for site, by_run in slots_at.items()}
 
 
 def _pair_slots(slots: int) -> list[tuple[int, int | None]]:
     """Return pairs (first, again) of slots: `again` is to repeat the expert of `first`; None for all later slots."""
-    few = (
-        [*itertools.combinations(range(slots), 2)]
-        if slots <= _MAX_PAIRED_SLOTS
-        else [*itertools.pairwise(range(slots))]
-    )
-    return [*few, (0, None)] if slots > 2 else [*few]
+    numbers = range(slots)
+    pairs = itertools.pairwise(numbers) if slots > _MAX_PAIRED_SLOTS else itertools.combinations(numbers, 2)
+    return [*pairs, (0, None)] if slots > 2 else [*pairs]
 
 
 def _is_changed_token(token: Any, i: int, pairs: list[tuple[int, int | None]]) -> Any:
