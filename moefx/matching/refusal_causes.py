@@ -15,7 +15,7 @@ from ..errors import Cause, MoefxError, Refused
 from ..ir.node_values import get_op_name
 from .facts.graph_nodes import depends_on_routing, find_buffers, find_comparison
 from .facts.op_classes import CONTRACTIONS_OF_ROWS, ORDERED, RANDOM_INTEGERS, RECURRENCES
-from .probes.forced_outcome import DECIDE_OUTSIDE, refuse_limit
+from .interventions.forced_outcome import DECIDE_OUTSIDE, refuse_limit
 
 if TYPE_CHECKING:
     from .proof.proof_state import ProofState

@@ -18,10 +18,10 @@ from ...errors import Cause, Refused
 from ...ir.node_values import get_op_name
 from ..facts.graph_nodes import collect_numbers, find_comparison
 from ..facts.op_classes import COMPARISONS
+from ..interventions.forced_outcome import ASK_ROWS, refuse_limit
 from ..lift.canonical_form import Body, CanonicalForm, NodeRef
 from ..lift.expert_index import enumerate_slot_views
 from ..match_result import Match
-from ..probes.forced_outcome import ASK_ROWS, refuse_limit
 from ..terms.index_arithmetic import unravel
 from ..terms.node_semantics import Semantics
 from ..terms.normal_form import Terms

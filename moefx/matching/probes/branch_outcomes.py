@@ -34,10 +34,18 @@ from ...errors import MoefxError, Refused
 from ...ir.guards.attribute_reads import find_attributes
 from ...ir.guards.code_closure import collect_code, trace_closure
 from ...ir.node_values import get_op_name
+from ..facts import zero_sum_tests
 from ..facts.graph_nodes import collect_numbers, depends_on_routing, find_buffers, line
 from ..facts.integer_ranges import UNBOUNDED, IntegerRanges
-from . import idle_branches, zero_sum_tests
-from .forced_outcome import ForcedStep, OutcomeKind, find_capture, force_outcome, refuse_change, repeat_outcome
+from ..interventions import idle_branches
+from ..interventions.forced_outcome import (
+    ForcedStep,
+    OutcomeKind,
+    find_capture,
+    force_outcome,
+    refuse_change,
+    repeat_outcome,
+)
 
 if TYPE_CHECKING:
     from .proof_view import ProofView

@@ -32,10 +32,10 @@ from ..facts.graph_nodes import (
     position_axis,
 )
 from ..facts.integer_ranges import UNBOUNDED, IntegerRanges, find_token_sizes
+from ..facts.load_statistics import is_load_statistic
 from ..facts.op_classes import COUNT_CLAMPS, ELEMENT_MOVES, LOOKUPS, NEW_TENSORS, SEARCHES
-from .forced_outcome import ForcedStep, OutcomeKind, force_outcome
-from .idle_branches import is_chosen_test
-from .load_statistics import is_load_statistic
+from ..interventions.forced_outcome import ForcedStep, OutcomeKind, force_outcome
+from ..interventions.idle_branches import is_chosen_test
 from .unreached_limits import find_limits
 
 if TYPE_CHECKING:

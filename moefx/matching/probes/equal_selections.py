@@ -39,10 +39,10 @@ from ...util.tensor_trees import is_float
 from ..facts.graph_nodes import follows_from_integers
 from ..facts.integer_ranges import IntegerRanges
 from ..facts.op_classes import ELEMENT_MOVES, RESHAPED_COPIES
+from ..interventions.forced_outcome import ForcedStep, OutcomeKind, find_capture, force_outcome
 from ..lift.canonical_form import CanonicalForm, count_sequences
 from ..lift.distinct_choices import view_as_slots
 from .float_decisions import DecisionSite, choose_captures, locate_decision
-from .forced_outcome import ForcedStep, OutcomeKind, find_capture, force_outcome
 
 if TYPE_CHECKING:
     from .proof_view import ProofView

@@ -23,8 +23,8 @@ from ...capture.capture_result import FORCE_MIXED, Capture
 from ...capture.code_locations import Source
 from ...capture.tracing.node_origins import find_float_decisions
 from ...ir.node_values import get_op_name
+from ..interventions.forced_outcome import ForcedStep, OutcomeKind, force_outcome
 from ..lift.canonical_form import CanonicalForm
-from .forced_outcome import ForcedStep, OutcomeKind, force_outcome
 
 if TYPE_CHECKING:
     from .proof_view import ProofView

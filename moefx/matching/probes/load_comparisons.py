@@ -30,9 +30,9 @@ from ...ir.node_values import get_op_name
 from ..facts.graph_nodes import depends_on_routing
 from ..facts.integer_ranges import UNBOUNDED, IntegerRanges, find_token_sizes
 from ..facts.op_classes import ORDERED, TWO_SIDED
+from ..interventions.forced_outcome import ForcedStep, OutcomeKind, force_outcome, refuse_change, repeat_outcome
 from ..lift.lifter import NothingRouted
 from .branch_outcomes import is_unbounded
-from .forced_outcome import ForcedStep, OutcomeKind, force_outcome, refuse_change, repeat_outcome
 from .unreached_limits import MAX_CROWD_TOKENS, choose_even_sizes, is_made_of_rows
 
 if TYPE_CHECKING:

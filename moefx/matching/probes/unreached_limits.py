@@ -27,10 +27,10 @@ from ...errors import Refused
 from ...ir.node_values import get_op_name
 from ..facts.graph_nodes import depends_on_routing, fold_ancestors, follows_from_integers
 from ..facts.integer_ranges import NARROW, UNBOUNDED, IntegerRanges, find_token_sizes
+from ..facts.load_statistics import has_loads
 from ..facts.op_classes import AXIS_MOVES, NOT_COUNT_PRESERVING, ORDERED, RESHAPED_COPIES, TWO_SIDED
 from ..lift.canonical_form import CanonicalForm
 from ..lift.lift_refusals import NothingRouted
-from .load_statistics import has_loads
 
 if TYPE_CHECKING:
     from .proof_view import ProofView

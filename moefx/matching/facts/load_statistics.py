@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.capture_result import Capture
 from ...capture.tracing.op_sets import SHAPE_ONLY
-from ..facts.graph_nodes import fold_ancestors, follows_from_integers
+from .graph_nodes import fold_ancestors, follows_from_integers
 
 
 def is_load_statistic(capture: Capture, node: fx.Node) -> bool:

@@ -21,7 +21,7 @@ from torch import fx
 from ...capture.capture_result import HostRead
 from ...capture.tracing.node_origins import find_float_decisions, hash_computation, is_abstract
 from ...ir.node_values import get_op_name
-from ..facts.op_classes import NOT_NEGATIVE, PICKS, PRODUCTS, SIZE_REDUCTIONS, VIEWS
+from .op_classes import NOT_NEGATIVE, PICKS, PRODUCTS, SIZE_REDUCTIONS, VIEWS
 
 _WRITES = {"index_add": 3, "index_put": 2, "scatter_add": 3}  # op: index of the argument that is written
 
