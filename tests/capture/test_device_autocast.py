@@ -20,8 +20,8 @@ from moefx.compiler.block_compiler import rewrite_block
 from moefx.errors import CaptureError
 
 from ..blocks import D, Loop
-from ..runtime.test_autocast import Block
-from ..runtime.test_autocast import D as WIDTH
+from ..runtime.autocast_block import Block
+from ..runtime.autocast_block import D as WIDTH
 
 ROWS = D
 FUNCTIONS = {

@@ -15,7 +15,7 @@ from moefx.errors import InvalidInput
 from tests.verification.models import FAULTS, Plain, Rewritten
 
 from ..pace import limit_time
-from .test_compare import tokens
+from .compared_models import tokens
 
 
 def make_program(fault: str = ""):

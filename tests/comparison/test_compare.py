@@ -8,22 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from moefx.comparison.compare import Comparison, Subject, compare
+from moefx.comparison.compare import Comparison
 from moefx.comparison.numeric_precision import find_working_precision
-from moefx.comparison.sandbox import Casts, RunOptions
 from moefx.errors import InvalidInput
 from tests.verification.models import FAULTS, Plain, build_pair
 
+from .compared_models import check, tokens
+
 DTYPES = [None, torch.float64, torch.bfloat16, torch.float16]
-
-
-def check(original, compiled, *inputs, dtype=None, seed=0, grads=True, loss=None, **kwargs) -> Comparison:
-    subject = Subject(original, compiled, Casts(dtype), Casts(torch.float64), block="mlp")
-    return compare(subject, (inputs, kwargs), RunOptions(seed, grads, loss), case="case 1")
-
-
-def tokens(*shape: int, seed: int = 1) -> torch.Tensor:
-    return torch.randn(*shape, 16, generator=torch.Generator().manual_seed(seed))
 
 
 def list_failed(comparison: Comparison) -> set[tuple[str, str]]:

@@ -244,7 +244,7 @@ def test_alignment_when_rounding_decides_the_second_router():
     """Compare two layers: without alignment of the first, all values of the second would differ."""
     from tests.verification.models import Plain, Rewritten
 
-    from .test_compare import check
+    from .compared_models import check
 
     class Two(nn.Module):
         def __init__(self, kind):

@@ -13,7 +13,7 @@ from moefx.ir import joined_ops, op_joining
 from moefx.ir.joined_ops import JoinedOps
 
 from .. import blocks
-from ..ir.test_joined_ops import Block, D, T
+from ..ir.joined_block import Block, D, T
 
 SINGLE_OPS = "differs from the same ops one by one on the given inputs, with ops joined"
 

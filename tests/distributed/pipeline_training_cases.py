@@ -21,7 +21,7 @@ from moefx.errors import InvalidInput
 from moefx.ir.ops import expert_mlp as experts
 
 from ..blocks import D
-from ..ir.test_partial_backward import Counting
+from ..ir.counting import Counting
 from .models import BLOCKS
 from .parallelize_cases import check_raises
 from .state_cases import create_shared_folder, load_checkpoint

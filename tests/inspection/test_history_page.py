@@ -9,8 +9,8 @@ import torch
 import moefx
 from moefx.inspection import history_page
 
-from .test_draw import build_loop
-from .test_history import Gated, make_history
+from .histories import Gated, make_history
+from .loops import build_loop
 
 
 def test_a_page_is_self_contained(tmp_path):
@@ -56,4 +56,4 @@ def test_the_first_graph_has_the_users_own_operations(tmp_path):
         title.partition(" ×")[0] for title in list_titles(before)
     }
     assert "after checkpoint" in after and "build_pft" in after and "nonzero" not in after
-    assert 'class="box dialect' not in before and "test_history.py" in str(moefx.history(compiled, "").captured)
+    assert 'class="box dialect' not in before and "histories.py" in str(moefx.history(compiled, "").captured)

@@ -17,26 +17,13 @@ from moefx.runtime.block_forward import find_rewritten_blocks
 
 from ..blocks import D, Gated, Loop, WithBias
 from ..proof_memory import share_proofs
+from .counting import Counting
 
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "separate": lambda: Loop(Gated),
     "separate with biases": lambda: Loop(lambda: Gated(bias=True)),
     "stacked with biases": WithBias,
 }
-
-
-class Counting:
-    """`expert_mlp_backward` that counts its calls by part."""
-
-    def __init__(self, op: Any):
-        self.op, self.parts = op, Counter[str]()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.op, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.parts[kwargs.get("part", "all")] += 1
-        return self.op(*args, **kwargs)
 
 
 @pytest.fixture(params=(False, True), ids=("joined", "one by one"))

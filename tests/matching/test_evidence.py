@@ -6,7 +6,8 @@ import pytest
 
 from moefx.errors import Refused
 
-from .test_proof_state import GUARD, Small, lift, new_proof
+from .lift.small_blocks import Small
+from .small_proofs import GUARD, lift, new_proof
 
 
 def test_evidence_keeps_its_order_and_sizes():

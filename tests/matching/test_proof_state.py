@@ -8,28 +8,11 @@ import dataclasses
 import pytest
 import torch
 
-from moefx.capture.arguments.argument_interpretations import interpret_arguments
-from moefx.capture.arguments.size_collisions import ModelNumbers
-from moefx.capture.sizes.size_guards import SizeGuard
-from moefx.capture.tracing.concrete_routing import Routing
 from moefx.errors import Refused
 from moefx.matching.proof.evidence import find_value_lines, have_same_lines
-from moefx.matching.proof.proof_state import ProofState
 
-from .lift.small_blocks import D, E, Small
-
-GUARD = SizeGuard("S", "gt", "1", True)
-
-
-def new_proof(block=None) -> ProofState:
-    block = block or Small()
-    return ProofState(
-        block, next(iter(interpret_arguments((torch.zeros(5, D),), {}, ModelNumbers.of(block)))), max_experts=E
-    )
-
-
-def lift(proof: ProofState, seed: int = 0, tokens: int = 12):
-    return proof.capture_and_lift(Routing("diverse", seed), {"S": tokens})
+from .lift.small_blocks import Small
+from .small_proofs import GUARD, lift, new_proof
 
 
 class TwoKinds(Small):

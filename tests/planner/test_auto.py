@@ -26,7 +26,7 @@ from moefx.planner.mesh_axes import list_axis_uses
 from moefx.planner.platforms import find_platform
 
 from ..blocks import D, E, Gated, Loop
-from .test_describe import Decoder
+from .decoders import Decoder
 
 AUTO = Plan(expert_axis="auto", checkpoint="auto", validation="symbolic")
 IDS = (torch.zeros(4, 32, dtype=torch.int64),)

@@ -19,39 +19,11 @@ from moefx.planner.step_formulas import POINTWISE_RATE
 
 from ..blocks import D, E, Gated, H, K, Loop, Mlp
 from ..distributed.models import Model
+from .decoders import Decoder
 
 
 def count_parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
-
-
-class Decoder(nn.Module):
-    """Plain decoder with four attention heads and experts in every other layer."""
-
-    def __init__(self, layers: int = 4, d: int = 32, expert: type = Gated):
-        super().__init__()
-        self.embed = nn.Embedding(64, D)
-        self.layers = nn.ModuleList(
-            nn.ModuleDict(
-                dict(
-                    attention=nn.MultiheadAttention(D, 2, bias=False, batch_first=True),
-                    before=nn.RMSNorm(D), behind=nn.RMSNorm(D),
-                    ffn=Loop(expert) if i % 2 else nn.Sequential(nn.Linear(D, 5 * D), nn.SiLU(), nn.Linear(5 * D, D)),
-                )
-            )
-            for i in range(layers)
-        )  # fmt: skip
-        self.norm = nn.RMSNorm(D)
-        self.head = nn.Linear(D, 64, bias=False)
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for layer in self.layers:
-            rows = layer["before"](x)
-            x = x + layer["attention"](rows, rows, rows, need_weights=False)[0]
-            rows = layer["behind"](x)
-            x = x + layer["ffn"](rows.flatten(0, 1)).view(rows.shape)
-        return self.head(self.norm(x))
 
 
 @pytest.mark.parametrize(("expert", "matrices"), [(Gated, 3), (Mlp, 2)])

@@ -17,7 +17,7 @@ from moefx.verification.later_calls import MODULI, CallPlanner
 from moefx.verification.verify_report import verify
 
 from .compiled import break_op
-from .test_faults import IDS, Model, build_models
+from .faulty_models import IDS, Model, build_models
 
 Forward = Callable[[Tensor], Tensor]
 

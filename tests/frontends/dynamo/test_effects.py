@@ -11,7 +11,7 @@ from torch.func import functional_call, grad, jvp, vjp, vmap
 import moefx
 from moefx.frontends.dynamo.backend import backend
 
-from .test_refusals import D, Dense
+from .dense_mixture import D, Dense
 
 
 def compute_energy(x):

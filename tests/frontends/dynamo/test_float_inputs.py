@@ -8,7 +8,7 @@ import torch
 import moefx
 from moefx.frontends.dynamo.backend import backend
 
-from .test_refusals import D, Dense, E
+from .dense_mixture import D, Dense, E
 
 
 class Given(Dense):

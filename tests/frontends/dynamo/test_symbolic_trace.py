@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import moefx
 from moefx.errors import AbsorbedModuleChanged
 
-from .test_refusals import D, Dense, E
+from .dense_mixture import D, Dense, E
 
 
 class Mixture(Dense):

@@ -16,8 +16,8 @@ from moefx.lowering.triton import launch_replay
 from moefx.lowering.triton.tile_configs import KERNELS, Config, list_candidates, portable_config
 
 from ...ir.routings import Layer, draw_routing
-from .test_expert_mlp_call import LINEAR, move_layer, run_and_differentiate, separate
-from .test_warp_specialized import make_halves, stack_parameters
+from .layers import LINEAR, move_layer, run_and_differentiate, separate
+from .wide_layers import make_halves, stack_parameters
 
 
 def spread_experts(layer: Layer) -> Layer:

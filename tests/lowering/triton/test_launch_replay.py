@@ -18,7 +18,7 @@ from moefx.lowering.triton.tape_playback import Allocate, Free
 
 from ...covering import sample_product
 from ...ir.routings import Layer, Routing
-from .test_expert_mlp_call import CONFIGS, LINEAR, move_layer, run_and_differentiate
+from .layers import CONFIGS, LINEAR, move_layer, run_and_differentiate
 
 RECORDED = ("build_pft", "expert_mlp", "expert_mlp_backward")
 

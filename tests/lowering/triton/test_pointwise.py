@@ -14,7 +14,17 @@ from moefx.ir.pointwise_expression import list_variables
 from moefx.lowering.triton import explain_unsupported
 from moefx.lowering.triton.pointwise import Pointwise, Underivable, build_pointwise
 
-from ..test_epilogue import ALL, ATEN, EXPRESSIONS, REFUSED, SILU, build_call, differentiate, make_points, remove_casts
+from ..pointwise_cases import (
+    ALL,
+    ATEN,
+    EXPRESSIONS,
+    REFUSED,
+    SILU,
+    build_call,
+    differentiate,
+    make_points,
+    remove_casts,
+)
 
 # The interpreter evaluates unused values, such as the other branch of a where.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")

@@ -16,7 +16,7 @@ from moefx.ir.running_block import running
 from moefx.lowering.triton import expert_mlp_call as run_module
 
 from ...ir.routings import LAYERS, draw_routing
-from .test_expert_mlp_call import CONFIGS, move_layer
+from .layers import CONFIGS, move_layer
 
 TOKENS, SLOTS, EXPERTS, WIDTH = 20, 2, 3, 16
 

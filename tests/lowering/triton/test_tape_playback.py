@@ -14,7 +14,7 @@ from moefx.lowering.triton import launch_replay, tape_playback
 from moefx.lowering.triton.tape_playback import Allocate, Apply, Free, Launch, LaunchBatch, Playback
 
 from ...ir.routings import Routing
-from .test_expert_mlp_call import LINEAR, move_layer
+from .layers import LINEAR, move_layer
 
 CPU = torch.device("cpu")
 

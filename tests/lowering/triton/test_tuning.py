@@ -26,7 +26,7 @@ from moefx.lowering.triton.tile_configs import KERNELS, Config
 
 from ...covering import sample_product
 from ...ir.routings import Routing, interleaved_clamped, swiglu_list, weight_before
-from .test_expert_mlp_call import move_layer, run_and_differentiate
+from .layers import move_layer, run_and_differentiate
 
 CPU, SHAPE = torch.device("cpu"), (768, 2048, 1024)
 FAR = (768, 2048, 60)  # a shape without table entries nearby

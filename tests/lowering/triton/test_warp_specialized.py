@@ -9,11 +9,10 @@ import torch
 
 from moefx.lowering.triton import expert_mlp_call as run_module
 from moefx.lowering.triton import expert_mlp_steps, warp_specialized
-from moefx.lowering.triton.tile_configs import Config
 
-from ...ir.routings import Layer, Routing, draw_routing
-from .aot import swiglu_halves
-from .test_expert_mlp_call import LINEAR, check, stack_storage
+from ...ir.routings import Routing, draw_routing
+from .layers import LINEAR, check
+from .wide_layers import CONFIGS, GATHERED, NARROW, ROLES, make_halves, stack_parameters
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,31 +20,9 @@ pytestmark = [
         not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="kernels for sm90"
     ),
 ]
-ROLES = Config(128, 256, 64, warps=8, stages=4, persistent=1, roles=True)
-CONFIGS = dict.fromkeys(["down", "grad_x", "grad_up", "grad_down"], ROLES)
 CONFIGS |= dict.fromkeys(["up", "act_backward"], dataclasses.replace(ROLES, stages=3))
-NARROW = CONFIGS | dict.fromkeys(["up", "act_backward"], dataclasses.replace(ROLES, bn=128, stages=6))
-GATHERED = {kernel: dataclasses.replace(tiles, gather_first=True) for kernel, tiles in CONFIGS.items()}
 SEPARATE = dict.fromkeys(CONFIGS, dataclasses.replace(ROLES, fused=False, gather_first=True))
 POINT, PRODUCT = {"hopper_up_kernel", "hopper_act_backward_kernel"}, {"hopper_rows_kernel", "hopper_outer_kernel"}
-
-
-def stack_parameters(layer: Layer) -> Layer:
-    """Lay out separate parameters as a stack with strides."""
-    e = layer.body.down.num
-    up = (
-        layer.up
-        if len(layer.up) == 1
-        else [p for i in range(0, len(layer.up), e) for p in stack_storage(layer.up[i : i + e])]
-    )
-    return dataclasses.replace(layer, up=up, down=layer.down if len(layer.down) == 1 else stack_storage(layer.down))
-
-
-def make_halves(num_experts: int, d: int, h: int, dtype: torch.dtype = torch.float64) -> Layer:
-    layer = swiglu_halves(num_experts, d, h, dtype)
-    for p in layer.parameters:
-        torch.nn.init.normal_(p.requires_grad_().data, std=p.shape[-1] ** -0.5)
-    return layer
 
 
 LAYERS = LINEAR | {"halves": make_halves}

@@ -15,7 +15,7 @@ from moefx.lowering.triton import (
 )
 
 from ...ir.routings import Routing
-from .test_warp_specialized import CONFIGS, GATHERED, NARROW
+from .wide_layers import CONFIGS, GATHERED, NARROW
 
 D, E = 256, 4
 ALL = {"hopper_up_kernel", "hopper_rows_kernel", "hopper_act_backward_kernel", "hopper_outer_kernel"}

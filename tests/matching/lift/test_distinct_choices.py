@@ -18,7 +18,7 @@ from moefx.matching.lift.canonical_form import NodeRef
 from moefx.matching.lift.distinct_choices import has_distinct_slots
 
 from ...blocks import rewritten
-from ..probes.test_repeated_experts import Choosing, E, check, sum_by_scatter
+from ..probes.choosing_blocks import Choosing, E, check, sum_by_scatter
 
 
 def pick_experts(number):

@@ -13,7 +13,7 @@ from moefx.errors import Refused
 from moefx.matching.probes.branch_outcomes import flip_branches
 
 from ..lift.small_blocks import Small
-from ..test_proof_state import lift, new_proof
+from ..small_proofs import lift, new_proof
 
 D, E, K = 16, 4, 2
 

@@ -13,7 +13,7 @@ from moefx.matching.probes import probe_list
 from moefx.matching.probes.probe_list import PROBES
 from moefx.matching.probes.proof_view import EvidenceView, ProofView
 
-from ..test_proof_state import new_proof
+from ..small_proofs import new_proof
 
 DOCS = Path(__file__).parents[3] / "docs"
 

@@ -2,55 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-import moefx
 from moefx.errors import Refused
 
-from ...blocks import D, H, rewritten
-
-E = 6
-INF = float("-inf")
-
-
-class Choosing(nn.Module):
-    """Mixture with the rules `choose` and `combine`.
-
-    Args:
-        choose: computes weights and experts, [T, 2] each, from probabilities.
-        combine: computes the output from them.
-    """
-
-    def __init__(self, choose, combine, ids_are_inputs: bool = False):
-        super().__init__()
-        torch.manual_seed(0)
-        self.choose, self.combine, self.is_given = choose, combine, ids_are_inputs
-        self.gate = nn.Linear(D, E)
-        self.up, self.down = nn.Parameter(torch.randn(E, D, H)), nn.Parameter(torch.randn(E, H, D))
-        self.others = nn.Parameter(torch.randn(2, E))
-        self.register_buffer("allowed", torch.ones(E, dtype=torch.bool))
-        self.register_buffer("table", torch.tensor([2, 0, 1, 3, 5, 4]))
-        self.register_buffer("tables", torch.tensor([[2, 0, 1, 3, 5, 4], [0, 1, 2, 3, 4, 5]]))
-        self.register_buffer("pairs", torch.stack([torch.arange(E), torch.arange(E).roll(-1)], -1))
-        self.register_buffer("factor", torch.tensor(1))
-
-    def forward(self, x, ids=None):
-        p = self.gate(x).masked_fill(~self.allowed, INF).softmax(-1)
-        w, i = self.choose(self, p) if ids is None else (p.gather(-1, ids), ids)
-        return self.combine(self, x, p, w, i)
-
-    def change(self):
-        """Set the buffers so that both slots select the same expert."""
-        self.allowed.copy_(torch.arange(E) == 0)
-        self.table.copy_(torch.tensor([0, 0, 1, 1, 4, 5]))
-        self.tables[0] = self.table
-        self.pairs.copy_(torch.tensor([[0, 0], [1, 1], [2, 2], [3, 1], [4, 4], [5, 0]]))
-        self.factor.zero_()
+from ...blocks import D, rewritten
+from .choosing_blocks import INF, Choosing, E, check, run_experts, sum_by_scatter
 
 
 def pick_second(remaining):
@@ -97,10 +56,6 @@ CHOOSE = {
 }
 
 
-def run_experts(m, x):
-    return torch.einsum("teh,ehd->ted", torch.einsum("td,edh->teh", x, m.up).relu(), m.down)
-
-
 def sum_by_one_hot(m, x, p, w, i):
     return torch.einsum("ted,te->td", run_experts(m, x), (F.one_hot(i, E) * w.unsqueeze(-1)).sum(1))
 
@@ -111,10 +66,6 @@ def sum_in_a_loop(m, x, p, w, i):
         t, k = torch.where(i == e)
         out = out.index_add(0, t, (x[t] @ m.up[e]).relu() @ m.down[e] * w[t, k, None])
     return out
-
-
-def sum_by_scatter(m, x, p, w, i):
-    return torch.einsum("ted,te->td", run_experts(m, x), torch.zeros_like(p).scatter(-1, i, w))
 
 
 def sum_if_either(m, x, p, w, i):
@@ -129,19 +80,6 @@ def add_two_sums(m, x, p, w, i):
 
 def draw_ids():
     return torch.rand(40, E, generator=torch.Generator().manual_seed(0)).topk(2).indices
-
-
-def check(choose, combine, *ids):
-    module = Choosing(choose, combine).double()
-    original, x = copy.deepcopy(module), torch.randn(40, D, dtype=torch.float64)
-    compiled = moefx.compile(module, example_inputs=(x, *ids))
-    for change in (False, True):
-        if change:
-            module.change(), original.change()
-            ids = tuple(torch.stack([i[:, 0], i[:, 0]], -1) for i in ids)
-        torch.testing.assert_close(compiled(x, *ids), original(x, *ids))
-    (block,) = moefx.blocks(compiled)
-    assert not block.fallbacks
 
 
 @pytest.mark.sampled(6)

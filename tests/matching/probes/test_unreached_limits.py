@@ -9,7 +9,7 @@ import moefx
 from moefx.matching.probes import unreached_limits
 
 from ... import blocks
-from ..test_proof_state import lift, new_proof
+from ..small_proofs import lift, new_proof
 
 
 @pytest.mark.parametrize(
