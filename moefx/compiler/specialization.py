@@ -84,21 +84,14 @@ class LazySpecializer:
         args: tuple | None,
         kwargs: Mapping[str, Any] | None,
     ) -> tuple[Program, set[AttributeLocation]]:
-        programs = [p for p in forward.programs if ReadAttributes(block, p.attributes).are_unchanged()]
-        admitting = [p for p in programs if p.key.admits(call)]
-        # Only the device differs, and captures do not depend on it without autocast.
-        for program in () if admitting else programs:
-            expected = call._replace(
-                grad=program.key.grad, training=None if program.key.training is None else call.training
-            )
-            if program.is_device_independent and _without_device(program.key) == _without_device(expected):
-                attributes_read = {
-                    w
-                    for w, value in program.attributes.items()
-                    if not isinstance(value, (AttributeLocation, StoredForward))
-                }
-                return program.with_arguments(call.arguments), attributes_read
-        real = args is not None  # otherwise the call is only being traced
+        if (program := _find_program_of_other_device(block, forward, call)) is not None:
+            attributes_read = {
+                where
+                for where, value in program.attributes.items()
+                if not isinstance(value, (AttributeLocation, StoredForward))
+            }
+            return program.with_arguments(call.arguments), attributes_read
+        is_traced = args is None
         abstract = pytree.tree_map_only(
             torch.Tensor,
             lambda t: t.detach().to("meta") if t.is_floating_point() else t.detach().cpu(),
@@ -114,30 +107,47 @@ class LazySpecializer:
         calls_before = forward.counts.original
         try:
             with forward.force_graph("original"):
-                find_skipping = self._find_skipping(block, *abstract)
-                with record_reads(block, find_attributes(block)) as attributes_read:
-                    rewrite = functools.partial(self._rewrite, block, forward.name)
-                    result, call_args, call_kwargs = rewrite_with_objects(
-                        rewrite, abstract[0], abstract[1], find_skipping, attributes_read
-                    )
-                    if result.skipped:  # the rewrite had stand-ins
-                        call_args, call_kwargs = abstract
-                if self.by_mode:
-                    attributes_read.add(BLOCK_MODE)
+                result, (call_args, call_kwargs), attributes_read = self._prove(block, forward.name, abstract)
                 finished = finish_block(block, result, self.plan, expert_layout)
                 program = build_program(block, finished, call_args, call_kwargs, call.autocast, attributes_read, tied)
-                if real:
+                if not is_traced:
                     _check_admits(block, program, *abstract)
-                obstacle = "" if real else "the call is only being traced"
-                if expert_layout is not None:
-                    obstacle = "this rank has only a part of the experts"
-                verdict = CheckPolicy(self.plan).check(
-                    lambda: {forward.name: block}, result, obstacle=obstacle, source=forward_line(block)
-                )
-                verdict.warn_if_unchecked(f"{quote_name(forward.name)} for a new kind of call")
+                self._check_numerically(block, forward.name, result, expert_layout is not None, is_traced)
         finally:
             forward.counts.original = calls_before  # captures are no calls of the user
         return program.with_arguments(_keep_objects(call.arguments, program)), attributes_read
+
+    def _prove(
+        self, block: nn.Module, name: str, abstract: tuple[tuple, dict[str, Any]]
+    ) -> tuple[BlockRewrite, tuple[tuple, dict[str, Any]], set[AttributeLocation]]:
+        """Prove and rewrite a block for abstract arguments.
+
+        Returns:
+            The rewrite, the arguments that its program takes, and the attributes that captures read.
+        """
+        find_skipping = self._find_skipping(block, *abstract)
+        with record_reads(block, find_attributes(block)) as attributes_read:
+            rewrite = functools.partial(self._rewrite, block, name)
+            result, args, kwargs = rewrite_with_objects(rewrite, *abstract, find_skipping, attributes_read)
+        if self.by_mode:
+            attributes_read.add(BLOCK_MODE)
+        return result, abstract if result.skipped else (args, kwargs), attributes_read  # skipped: args has stand-ins
+
+    def _check_numerically(
+        self, block: nn.Module, name: str, result: BlockRewrite, is_spread: bool, is_traced: bool
+    ) -> None:
+        """Run the numeric check, if one is due and the block has all values here.
+
+        Raises:
+            Refused: the rewrite differs from the block.
+        """
+        obstacle = "the call is only being traced" if is_traced else ""
+        if is_spread:
+            obstacle = "this rank has only a part of the experts"
+        verdict = CheckPolicy(self.plan).check(
+            lambda: {name: block}, result, obstacle=obstacle, source=forward_line(block)
+        )
+        verdict.warn_if_unchecked(f"{quote_name(name)} for a new kind of call")
 
     def _find_skipping(
         self, block: nn.Module, args: tuple, kwargs: dict[str, Any]
@@ -309,6 +319,23 @@ def _admits_call(
         return True
     leaves = flatten_arguments(make_signature_binder(block)(*args, **(kwargs or {})), program.objects)
     return program.find_failed_guard(block, leaves) < 0
+
+
+def _find_program_of_other_device(block: nn.Module, forward: BlockForward, call: Specialization) -> Program | None:
+    """Find a program for a call that differs from the program's kind in the device alone.
+
+    Captures do not depend on the device without autocast. There is none if a program admits the call, whose guards then
+    fail.
+    """
+    programs = [p for p in forward.programs if ReadAttributes(block, p.attributes).are_unchanged()]
+    if any(p.key.admits(call) for p in programs):
+        return None
+    for program in programs:
+        training = None if program.key.training is None else call.training
+        expected = call._replace(grad=program.key.grad, training=training)
+        if program.is_device_independent and _without_device(program.key) == _without_device(expected):
+            return program
+    return None
 
 
 def _without_device(key: Specialization) -> Specialization:
