@@ -81,7 +81,7 @@ def test_state_dicts_go_both_ways(kind):
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_assign(kind):
+def test_assigned_parameters_are_read(kind):
     """Read the parameters that `assign=True` puts into the modules."""
     _, compiled = build_pair(kind)
     run_step(compiled, draw_ids())

@@ -429,7 +429,7 @@ def test_low_precision_is_as_good_as_torchs(make, dtype, reduce):
 
 
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
-def test_autocast(make):
+def test_autocast_multiplies_in_its_dtype(make):
     """Run float32 tensors under autocast: GEMMs in bfloat16 like linear, gradients in float32."""
     layer, routing = make(4, 8, 6, torch.float32), draw_routing(10, 2, 4)
     low = make(4, 8, 6, torch.bfloat16)

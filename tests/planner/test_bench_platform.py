@@ -108,7 +108,7 @@ def test_rows_are_read_again(tmp_path):
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(0.1, 10), min_size=3, max_size=3), st.integers(0, 99))
-def test_shares(factors, seed):
+def test_fitted_shares_are_the_factors_and_not_negative(factors, seed):
     """Come back where they are there; none is below 0."""
     table = torch.rand(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) + 0.1
     parts = table / (table @ torch.tensor(factors, dtype=torch.float64))[:, None]

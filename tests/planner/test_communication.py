@@ -14,7 +14,7 @@ from moefx.runtime.ranks.link_costs import Link, Links, predict_seconds
 
 
 @pytest.mark.parametrize(("nodes", "percent"), [(2, 75.1), (4, 54.8), (8, 33.8), (16, 18.5), (32, 9.2)])
-def test_redundancy(nodes, percent):
+def test_redundancy_matches_the_paper(nodes, percent):
     """X-MoE figure 4 names 75.1 (EP = 16) and 54.8 (section 5.4.2, EP = 32): 256 experts, 8 of a token, nodes of 8."""
     assert 100 * REDUNDANCY(E=256, k=8, N=nodes)["redundancy"] == pytest.approx(percent, abs=0.05)
 

@@ -208,7 +208,7 @@ def test_the_distributed_tests_model():
 @pytest.mark.sampled(6)
 @pytest.mark.hf
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "DeepseekV3", "GptOss", "Olmoe", "Qwen2Moe"])
-def test_transformers(name):
+def test_all_parameters_of_a_transformers_model_are_counted(name):
     """Count all parameters of models on the meta device exactly."""
     transformers = pytest.importorskip("transformers")
     config = getattr(transformers, f"{name}Config")(num_hidden_layers=5)

@@ -201,7 +201,7 @@ def test_no_policy_exchanges_more():
     assert len({seconds(kept=kept)["T_alltoall"] for kept in ("h", "x", "all")}) == 1
 
 
-def test_bubbles():
+def test_bubbles_match_the_formula_of_each_schedule():
     """1F1B waits (PP - 1) / M of a step (Megatron-LM section 2.2) if stages are equal except for the logits."""
     found = seconds()
     logits = found["n_pass"] * found["T_logits"]

@@ -73,7 +73,7 @@ def _compute_exact(reference: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("idiom", "dynamic"), [*((idiom, None) for idiom in IDIOMS), ("weight_gather", True), ("gshard", True)]
 )
-def test_idiom(idiom, dynamic):
+def test_layers_of_one_idiom_have_one_proof(idiom, dynamic):
     """Rewrite both layers with one proof, which also holds for later sizes."""
     module = build_model(idiom)
     reference, call = copy.deepcopy(module), compile_module(module, dynamic)
@@ -89,7 +89,7 @@ def test_idiom(idiom, dynamic):
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_autocast(inside):
+def test_autocast_around_a_region_is_kept(inside):
     """Enable autocast around the call or in the model, and disable it in the router."""
 
     class Router(bases.DenseMasked):

@@ -47,7 +47,7 @@ TRANSFORMS = {
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("rest", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_transforms(name, rest):
+def test_mixtures_inside_a_transform_stay(name, rest):
     """Keep mixtures inside a transform and the transform itself unchanged."""
     torch.manual_seed(0)
     fn, outside = TRANSFORMS[name]

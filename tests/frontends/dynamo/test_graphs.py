@@ -50,7 +50,7 @@ def draw_input(module, *shape):
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("is_decomposed", [False, True], ids=["whole", "decomposed"])
 @pytest.mark.parametrize("idiom", IDIOMS)
-def test_printed(idiom, is_decomposed):
+def test_regions_print_alike_in_every_run(idiom, is_decomposed):
     """Print the graphs of a region identically in every run. Core ATen ops change only the routing."""
     module = build_model(idiom, num_layers=1)
     x = draw_input(module, 2, 9)
@@ -145,7 +145,7 @@ def test_blocks_of_a_graph_can_be_inspected():
     assert "E=5, top-2" in str(report) and "x: 2-d float64 on cpu" in str(report) and "meta" not in str(report)
 
 
-def test_verify():
+def test_graphs_are_verified_against_graph_and_model():
     """Verify against the graph and against its model, and report a wrong program."""
     module = build_model("stack_gather")
     x = draw_input(module, 2, 9)

@@ -71,7 +71,7 @@ def test_in_flight_are_those_that_memory_counts(schedule, chunks):
 
 
 @EVERY
-def test_transfers(schedule, chunks):
+def test_transfers_take_as_long_as_the_formula_says(schedule, chunks):
     """Compare transfers with the formula, which counts two for each of M + PP - 1 micro-batches without overlap.
 
     Transfers do not occupy a stage. 1F1B waits for 2 (PP - 1) transfers once per PP micro-batches, its limit in flight;

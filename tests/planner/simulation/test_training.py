@@ -202,7 +202,7 @@ def test_the_number_of_threads_is_restored():
     assert torch.get_num_threads() == before
 
 
-def test_schedules():
+def test_schedules_with_smaller_bubbles_are_faster():
     """Schedules with smaller bubbles are faster; GPipe and 1F1B differ only by transfers."""
     model, layout, platform = OLMOE, Layout(pp=4, dp=8, ep=8, microbatches=8, tokens=256), DGX
     found = {
