@@ -104,7 +104,7 @@ class GatheredTokens:
         if stash_layers is None:
             return
         num_slots = get_argument(pft, "topk_ids").meta["val"].shape[-1]
-        # rows for each gathered token
+        # Rows for each gathered token.
         balanced = num_slots * self.placement.experts_per_rank / self.placement.num_experts
         for node in self.routed.region:
             if node.target is not ops.expert_mlp.default or node.kwargs.get("keep", "h") not in ("h", "all"):
@@ -118,11 +118,8 @@ class GatheredTokens:
         """Return the sums of all ranks' tokens to the ranks of the tokens."""
         call, parts, letters = self.routed.call, self.routed.unpack, (self.letter, "D")
         if self.routes.pulls:
-            arguments, kwargs = (
-                (sums, self.slots, self.place),
-                {"experts_per_rank": self.placement.experts_per_rank, **self.to},
-            )
-            return call(ops.pull_sums.default, arguments, kwargs, letters, axis=self.axis)
+            here = {"experts_per_rank": self.placement.experts_per_rank, **self.to}
+            return call(ops.pull_sums.default, (sums, self.slots, self.place), here, letters, axis=self.axis)
         back = call(ops.scatter_sums.default, (sums,), self.to, name="back", axis=self.axis)
         sent, ticket = parts(back, ((), ()))
         return call(ops.wait_scattered.default, (sent, ticket, self.place), self.to, letters)
