@@ -153,7 +153,13 @@ def test_gathered_tokens_give_the_same_sums(four_ranks, case):
     four_ranks(*case)
 
 
-@for_each_case("pull_cases")
+# The others are those of "gather", and run without sampling.
+@for_each_case(
+    "pull_cases",
+    "case_outputs_and_gradients", "case_ranks_without_tokens", "case_shared_tokens", "case_one_graph",
+    "case_other_ways_without_peer_access", "case_no_collectives", "case_buffers_that_grow",
+    "case_verify_detects_wrong_rows",
+)  # fmt: skip
 def test_pulled_tokens_give_the_same_sums(four_ranks, case):
     four_ranks(*case)
 
