@@ -50,8 +50,12 @@ def allocate(group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> 
     """
     import torch.distributed._symmetric_memory as symmetric_memory
 
+    # torch 2.11 clears the signals and copies the table of addresses on the default stream, and waits for neither.
+    # Another rank's signal, or a barrier of another stream, could come first.
     own = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
+    torch.cuda.synchronize(device)
     handle = symmetric_memory.rendezvous(own, group)
+    torch.cuda.synchronize(device)
     buffers = [handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(group.size())]
     milliseconds = round(1e3 * _get_timeout(group, device))
     return SharedBuffers(buffers, lambda: handle.barrier(channel=0, timeout_ms=milliseconds), (own, handle))
