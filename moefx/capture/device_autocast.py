@@ -69,7 +69,9 @@ def get_autocast_dtype() -> torch.dtype | None:
 def is_changed_by_block() -> bool:
     """Return whether the block has switched autocast on or off here, for any device that it may run on."""
     device, outside = get_device_state()
-    return any(_read_dtype(kind) != (outside if kind in ("cpu", device) else None) for kind in ("cpu", "cuda", device))
+    if _read_dtype("cpu") != outside or (device != "cpu" and _read_dtype(device) != outside):
+        return True
+    return device != "cuda" and _read_dtype("cuda") is not None
 
 
 def _read_dtype(kind: str) -> torch.dtype | None:

@@ -29,7 +29,7 @@ def map_tensors(tree: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
     if kind in _LITERALS:
         return tree
     if kind is tuple or kind is list:
-        return kind([map_tensors(x, fn) for x in tree])
+        return kind([x if type(x) in _LITERALS else map_tensors(x, fn) for x in tree])
     if isinstance(tree, torch.Tensor):
         return fn(tree)
     if kind is dict:

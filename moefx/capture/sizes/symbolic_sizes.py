@@ -165,7 +165,7 @@ def unwrap_numbers(x: Any) -> Any:
     if kind in _PLAIN:
         return x
     if kind is tuple or kind is list:
-        return kind([unwrap_numbers(v) for v in x])
+        return kind([v if type(v) in _PLAIN else unwrap_numbers(v) for v in x])
     if isinstance(x, Number):
         x.log.log_use(x)
         return x.value

@@ -42,6 +42,7 @@ from .side_effects import is_random_generator
 # Library modules whose objects hold the user's data.
 _HOLDERS = {"argparse", "collections", "queue", "types", "weakref"}
 _MAX_DEPTH = 3
+_SCALARS = {bool, int, float, str, types.NoneType}
 ARGUMENT = "an argument"
 _MAX_ITEMS = 256
 
@@ -58,9 +59,10 @@ class OutsideState:
 
     def __init__(self, block: nn.Module, arguments: Any, without: Iterable[Any] = ()):
         self.generators: dict[str, Any] = {}
-        self._seen = {id(module) for module in block.modules()} | {id(excluded) for excluded in without}
+        modules = [*block.named_modules()]
+        self._seen = {id(module) for _, module in modules} | {id(excluded) for excluded in without}
         self._saved: list[tuple[str, Any, Any, Callable[[Any], None]]] = []  # path, object, its items, restore
-        for prefix, module in block.named_modules():
+        for prefix, module in modules:
             for name, value in vars(module).items():
                 if name not in MODULE_INTERNALS:
                     self._visit(f"{prefix}.{name}".lstrip("."), value)
@@ -91,7 +93,9 @@ class OutsideState:
                 put(items)  # a container may differ in its order alone
 
     def _visit(self, path: str, value: Any, depth: int = _MAX_DEPTH) -> None:
-        if id(value) in self._seen or is_passed(value) or isinstance(value, (torch.Tensor, type, types.ModuleType)):
+        if type(value) in _SCALARS or id(value) in self._seen:
+            return
+        if is_passed(value) or isinstance(value, (torch.Tensor, type, types.ModuleType)):
             return
         if isinstance(value, nn.Module):  # such as the parent of the block, in a list so that it is no submodule
             self._seen.add(id(value))

@@ -20,8 +20,11 @@ def find_base_type(obj: Any) -> Any:
 
 def copy_items(container: Any) -> Any:
     """Return a copy of the stored items: a plain dict, set or list."""
-    if type(container) is dict:
+    kind = type(container)
+    if kind is dict:
         return container.copy()  # does not hash the keys, as a symbolic size refuses it
+    if kind is collections.OrderedDict:
+        return dict(container)
     base = find_base_type(container)
     if issubclass(base, dict):
         return dict(base.items(container))

@@ -26,10 +26,11 @@ from .raw_containers import copy_items, restore_items
 
 def _list_attribute_tensors(block: nn.Module) -> list[tuple[dict[str, Any], str, str, torch.Tensor]]:
     """List tensors that are plain attributes of modules: the module's `vars`, the name, the path, and the tensor."""
+    owned = [(prefix, vars(module)) for prefix, module in block.named_modules()]
     return [
-        (vars(module), key, f"{prefix}.{key}" if prefix else key, value)
-        for prefix, module in block.named_modules()
-        for key, value in vars(module).items()
+        (state, key, f"{prefix}.{key}" if prefix else key, value)
+        for prefix, state in owned
+        for key, value in state.items()
         if isinstance(value, torch.Tensor)
     ]
 
@@ -183,7 +184,8 @@ def find_registry_changes(registries: Registries) -> list[Effect]:
 
 def copy_registries(modules: Iterable[tuple[str, nn.Module]], keys: Iterable[str]) -> Registries:
     """Copy the dictionaries `keys` of each module: `REGISTRIES`, or `HOOKS`."""
-    return [(path, vars(m)[key], copy_items(vars(m)[key])) for path, m in modules for key in keys if key in vars(m)]
+    owned = [(path, vars(module)) for path, module in modules]
+    return [(path, state[key], copy_items(state[key])) for path, state in owned for key in keys if key in state]
 
 
 def restore_registries(registries: Registries) -> None:

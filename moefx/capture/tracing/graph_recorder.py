@@ -37,11 +37,16 @@ aten = torch.ops.aten
 
 grad_enabled = torch.is_grad_enabled  # the query itself is patched during capture
 
+_CPU = torch.device("cpu")
 _RAGGED = {
     getattr(getattr(aten, name), overload)
     for name in ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive")
     for overload in getattr(aten, name).overloads()
 }
+
+
+# `node.args = ...` also updates the table of `find_nodes`, although that does not depend on arguments.
+_set_args, _set_kwargs = fx.Node.args.__set__, fx.Node.kwargs.__set__  # type: ignore[attr-defined]
 
 
 class _Alias:
@@ -99,9 +104,9 @@ class Recorder(TorchDispatchMode):
         is_op = type(target) is torch._ops.OpOverload
         name = _node_name(target) if is_op else None
         node = self.graph.create_node("call_function", target, name=name)
-        node.args = unwrap_numbers(args)  # not in `create_node`, which searches arguments for symbolic sizes
+        _set_args(node, unwrap_numbers(args))  # not in `create_node`, which searches arguments for symbolic sizes
         if kwargs:
-            node.kwargs = unwrap_numbers(kwargs)
+            _set_kwargs(node, unwrap_numbers(kwargs))
         return self.register(node)
 
     def register(self, node: fx.Node) -> fx.Node:
@@ -332,7 +337,7 @@ class Recorder(TorchDispatchMode):
             return self._fake(make_meta_tensor(layout))
 
     def _fake(self, t: torch.Tensor) -> FakeTensor:
-        return FakeTensor(self.fake_mode, t, torch.device("cpu"))
+        return FakeTensor(self.fake_mode, t, _CPU)
 
 
 @functools.cache

@@ -301,13 +301,13 @@ class Tracer(ReadLogger):
         Writes to parameters are effects.
         """
         root = self.find_base(t)
-        if not is_float(t) or id(root) in self.state_ids or not has_gradients(self.node_of(root)):
+        if not is_float(t) or id(root) in self.state_ids:
             return
         view, is_detached = t, not grad_enabled()
         while view is not None:
             is_detached = is_detached or id(view) in self.detached
             view = self.aliases[id(view)].base
-        if is_detached:
+        if is_detached and has_gradients(self.node_of(root)):
             self.refuse(
                 "a tensor that gradients flow through is written where autograd does not see it (no_grad, detach(), "
                 ".data): its gradients would be those of the old value",
@@ -347,7 +347,7 @@ class Tracer(ReadLogger):
 
     def refuse_lost_gradients(self, outputs: list[fx.Node]) -> None:
         """Refuse results without gradients that collectives have copied from values with gradients."""
-        for n in outputs:
+        for n in outputs if self._copied_by_collectives else ():
             val = n.meta.get("val")
             if not isinstance(val, torch.Tensor) or not is_float(val) or has_gradients(n):
                 continue
