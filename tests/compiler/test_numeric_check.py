@@ -109,3 +109,17 @@ def test_a_check_that_compares_nothing_does_not_agree(rewritten, monkeypatch):
     monkeypatch.setattr(numeric_check, "check_block", lambda *_, **__: BlockCheck(notes=["moe: too large"]))
     verdict = check(rewritten)
     assert verdict.outcome is Outcome.NOT_COMPARED and verdict.text == "compared no value; moe: too large"
+
+
+@pytest.mark.parametrize(("limit", "threads"), [(1 << 14, 1), (0, 2)])
+def test_small_parameters_are_compared_on_one_thread(rewritten, monkeypatch, limit, threads):
+    seen, before = [], torch.get_num_threads()
+    monkeypatch.setattr(numeric_check, "_SMALL_PARAMETER", limit)
+    monkeypatch.setattr(
+        numeric_check, "check_block", lambda *_, **__: seen.append(torch.get_num_threads()) or BlockCheck()
+    )
+    torch.set_num_threads(2)
+    try:
+        assert check(rewritten).ok and seen == [threads] and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
