@@ -19,6 +19,7 @@ from .lift.routed_nodes import has_sequence_choices
 from .lift.same_form import ONE_FUNCTION
 from .match_result import Match, ProvenGroup
 from .probes.boundary_values import add_boundary_values, add_larger_flags
+from .probes.expert_coverage import choose_unseen_experts
 from .probes.probe import Probe
 from .probes.probe_list import CONFIRMATIONS, COVERAGE, INTERVENTIONS
 from .proof.evidence import find_value_lines, have_same_lines
@@ -68,10 +69,18 @@ def run_probes(proof: ProofState, probes: Iterable[Probe]) -> None:
 # ------------------------------------------------------------------ first captures
 def capture_first_routings(proof: ProofState) -> None:
     """Capture and lift the block under three routings with different numbers of tokens: tokens that spread out, that
-    prefer some experts, and that crowd on a few."""
+    prefer some experts, and that crowd on a few.
+
+    If the first one leaves out more experts than the second one has tokens, the second one shows them, which saves
+    `show_all_experts` a capture.
+    """
     tokens = proof.size_choice.first_tokens
     _capture_reference(proof, tokens)
-    _capture_contrast(proof, "skewed", 1, max(_MIN_SKEWED_TOKENS, tokens * 3 // 4))
+    skewed, unseen = max(_MIN_SKEWED_TOKENS, tokens * 3 // 4), choose_unseen_experts(proof)
+    if len(unseen) > skewed:
+        _capture_contrast(proof, "skewed", 1, len(unseen) + skewed // 3, unseen)
+    else:
+        _capture_contrast(proof, "skewed", 1, skewed)
     # a contest of two slots shows which slot of a token comes first
     crowd: RoutingKind = "contested" if proof.evidence.reference.slots > 1 else "overloaded"
     _capture_contrast(proof, crowd, 2, _CROWDED_TOKENS)
@@ -99,10 +108,16 @@ def _capture_reference(proof: ProofState, tokens: int) -> None:
     _try_larger_flags(proof, sizes)
 
 
-def _capture_contrast(proof: ProofState, kind: RoutingKind, variant: int, tokens: int) -> None:
-    """Capture and lift about `tokens` tokens under another routing than that of the reference."""
+def _capture_contrast(
+    proof: ProofState, kind: RoutingKind, variant: int, tokens: int, prefer: tuple[int, ...] = ()
+) -> None:
+    """Capture and lift about `tokens` tokens under another routing than that of the reference.
+
+    Args:
+        prefer: experts that the first tokens choose.
+    """
     sizes = proof.size_choice.choose(tokens, variant)
-    proof.evidence.add(_lift_routing(proof, kind, variant, sizes))
+    proof.evidence.add(_lift_routing(proof, kind, variant, sizes, prefer))
 
 
 def _try_larger_flags(proof: ProofState, sizes: dict[str, int]) -> None:
@@ -126,7 +141,9 @@ def _try_larger_flags(proof: ProofState, sizes: dict[str, int]) -> None:
     proof.evidence.replace_forms([form])
 
 
-def _lift_routing(proof: ProofState, kind: RoutingKind, seed: int, sizes: dict[str, int]) -> CanonicalForm:
+def _lift_routing(
+    proof: ProofState, kind: RoutingKind, seed: int, sizes: dict[str, int], prefer: tuple[int, ...] = ()
+) -> CanonicalForm:
     """Lift a capture under this kind of routing.
 
     Try other seeds if all second slots are dropped, such as by a small capacity, or all slots, such as by the values
@@ -140,7 +157,7 @@ def _lift_routing(proof: ProofState, kind: RoutingKind, seed: int, sizes: dict[s
     forms: list[CanonicalForm] = []
     refusals: list[NothingRouted] = []
     for tried_kind, tried_seed in attempts:
-        result = _lift_if_routed(proof, Routing(tried_kind, tried_seed, keep_values=keep_values), sizes)
+        result = _lift_if_routed(proof, Routing(tried_kind, tried_seed, prefer, keep_values), sizes)
         if isinstance(result, NothingRouted):
             refusals.append(result)
             continue

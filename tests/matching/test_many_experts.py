@@ -74,6 +74,15 @@ def test_a_different_call_of_one_expert_is_refused(kind, reason, count):
         rewritten(kind(Mlp, num_experts=count).double(), torch.zeros(5, D).double())
 
 
+def test_the_first_captures_show_many_experts():
+    torch.manual_seed(0)
+    block = Loop(Mlp, num_experts=160).double()
+    result = rewritten(block, torch.zeros(5, D).double())
+    (coverage,) = [run for run in result.match.probe_runs if run.name == "show_all_experts"]
+    assert coverage.added_forms == 0
+    assert [g.ids for g in result.match.groups] == [[*range(160)]]
+
+
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("change", [replace_activation, remove_bias, share_weight])
 def test_a_different_expert_among_many_is_seen(change, count):

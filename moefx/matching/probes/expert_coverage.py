@@ -68,6 +68,22 @@ def show_all_experts(proof: ProofView) -> None:
             extra = _MAX_EXTRA
 
 
+def choose_unseen_experts(proof: ProofView) -> tuple[int, ...]:
+    """Choose first experts of tokens so that each expert runs that no capture has shown.
+
+    The other slots of a token choose the experts behind its first one. Return nothing if integers of the call choose
+    the experts.
+    """
+    first = proof.evidence.reference
+    if all(map(depends_on_call, first.expert_index.nodes)):
+        return ()
+    chosen: list[int] = []
+    for e in sorted(set(range(_count_experts(proof))) - proof.evidence.seen_experts):
+        if not chosen or e >= chosen[-1] + first.slots:
+            chosen.append(e)
+    return tuple(chosen)
+
+
 def _choose_by_numbers(proof: ProofView, missing: set[int]) -> None:
     """Lift all captures again with integers that choose the missing experts, if arguments or buffers choose experts.
 
