@@ -92,13 +92,17 @@ def _locate_frame(frame: types.FrameType) -> Source:
     return _sources[key][1]
 
 
-_local = threading.local()
+class _Override(threading.local):
+    stack: tuple[Source, ...] = ()  # for all threads: to miss an attribute of `threading.local` takes long
+
+
+_local = _Override()
 
 
 @contextlib.contextmanager
 def override_user_stack(sources: tuple[Source, ...]) -> Iterator[None]:
     """Report this call stack in the context, for an op of a graph whose frames are gone. The innermost is first."""
-    before, _local.stack = getattr(_local, "stack", ()), sources
+    before, _local.stack = _local.stack, sources
     try:
         yield
     finally:
@@ -107,7 +111,7 @@ def override_user_stack(sources: tuple[Source, ...]) -> Iterator[None]:
 
 def find_user_source() -> Source:
     """Return the innermost location that belongs neither to torch nor to this package."""
-    if stack := getattr(_local, "stack", ()):
+    if stack := _local.stack:
         return stack[0]
     frame = _user_frame(sys._getframe(1))
     return NOWHERE if frame is None else _locate_frame(frame)
@@ -115,7 +119,7 @@ def find_user_source() -> Source:
 
 def find_user_stack() -> tuple[Source, ...]:
     """Return the call stack of the user's code, the innermost location first."""
-    if stack := getattr(_local, "stack", ()):
+    if stack := _local.stack:
         return stack
     sources, frame = [], _user_frame(sys._getframe(1))
     while frame is not None:
@@ -126,7 +130,7 @@ def find_user_stack() -> tuple[Source, ...]:
 
 def iterate_user_frames() -> Iterator[tuple[Source, types.FrameType]]:
     """Yield the locations of `find_user_stack` with their frames; none for an op of a graph."""
-    frame = None if getattr(_local, "stack", ()) else _user_frame(sys._getframe(1))
+    frame = None if _local.stack else _user_frame(sys._getframe(1))
     while frame is not None:
         yield _locate_frame(frame), frame
         frame = _user_frame(frame.f_back)
@@ -151,7 +155,7 @@ def _is_called_by_user(skipped_files: tuple[str, ...]) -> bool:
 
 def find_user_opcode() -> str:
     """Return the name of the instruction that the user's code runs."""
-    frame = None if getattr(_local, "stack", ()) else _user_frame(sys._getframe(1))
+    frame = None if _local.stack else _user_frame(sys._getframe(1))
     return dis.opname[frame.f_code.co_code[frame.f_lasti]] if frame is not None else ""
 
 

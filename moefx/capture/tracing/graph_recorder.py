@@ -10,6 +10,7 @@ import functools
 import operator
 import re
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -101,8 +102,7 @@ class Recorder(TorchDispatchMode):
 
     # ------------------------------------------------------------------ nodes
     def emit(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> fx.Node:
-        is_op = type(target) is torch._ops.OpOverload
-        name = _node_name(target) if is_op else None
+        name = _node_name(target) if type(target) in _NAMED else None
         node = self.graph.create_node("call_function", target, name=name)
         _set_args(node, unwrap_numbers(args))  # not in `create_node`, which searches arguments for symbolic sizes
         if kwargs:
@@ -292,7 +292,8 @@ class Recorder(TorchDispatchMode):
 
     def _emit_op(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> fx.Node:
         node = self.emit(func, tuple(args), kwargs)
-        if not all(map(is_float, collect_tensors(out))):  # a proof may force its outcome
+        if not all(map(is_float, (out,) if isinstance(out, torch.Tensor) else collect_tensors(out))):
+            # a proof may force its outcome
             node.meta["calls"] = find_user_stack()
         if self.autocast is not None and isinstance(func, torch._ops.OpOverload):
             values = map_arg((tuple(args), kwargs), lambda n: n.meta["val"])
@@ -340,10 +341,13 @@ class Recorder(TorchDispatchMode):
         return FakeTensor(self.fake_mode, t, _CPU)
 
 
+_NAMED = {torch._ops.OpOverload, types.BuiltinFunctionType}
+
+
 @functools.cache
-def _node_name(op: torch._ops.OpOverload) -> str:
-    """Return torch's name for a node of an op, without a number."""
-    return re.sub("(?<=[a-z])([A-Z])", r"_\1", op.__name__).lower().replace(".", "_")
+def _node_name(target: Any) -> str:
+    """Return torch's name for a node of an op or a built-in function, without a number."""
+    return re.sub("(?<=[a-z])([A-Z])", r"_\1", target.__name__).lower().replace(".", "_")
 
 
 def _on_meta(t: torch.Tensor) -> torch.Tensor:
