@@ -115,6 +115,8 @@ class Semantics:
             return self._build_array(node)
         if name == "getitem":
             return self._build_result(node)
+        if not val.numel():  # the rows of an idle expert: no term has an element of them
+            return self.opaque(node)
         rule = RULES.get(name)
         if any(isinstance(a, complex) for a in node.args):
             out = self._build_unexplained(node)

@@ -12,6 +12,7 @@ from moefx.capture.tracing.concrete_routing import Routing
 from moefx.matching.terms.node_semantics import Semantics
 from moefx.matching.terms.term import is_const
 
+from ...blocks import Loop, Mlp
 from ..numeric import check
 
 T, D, E, K = 5, 4, 3, 2
@@ -288,3 +289,11 @@ class TestTakenAsItIs:
     def test_uninitialised_is_nan(self):
         captured, S = build_terms(Fn(lambda s, x: torch.empty_like(x)), X)
         assert is_const(S.term(captured.out), "nan")
+
+
+def test_ops_on_the_rows_of_idle_experts_are_not_explained():
+    block = Loop(Mlp, num_experts=8)
+    captured, S = build_terms(block, torch.randn(1, block.gate.in_features))
+    S.term(captured.out)
+    products = [n for n in captured.nodes if n.target is F.linear and n.meta["val"].shape[0] == 0]
+    assert products and all(S.term(n).op == "node" for n in products)
