@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
 import torch.distributed as dist
 
 from .._plan import Plan
@@ -30,7 +29,7 @@ from ..runtime.ranks.topology import ExpertAxis
 
 
 def choose_routes(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tuple[ExchangeRoutes, str]:
-    """Choose the dispatch of the rows. Returns it with the reason. Collective if the plan says "auto".
+    """Choose the dispatch of the rows. Returns it with the reason. Collective if the plan says "auto" or "pull".
 
     Raises:
         InvalidPlan: "gather" is planned, and the process group cannot run it.
@@ -63,7 +62,7 @@ def find_obstacle(axis: ExpertAxis) -> str | None:
     """Return the reason why ranks cannot pull rows from each other, or None if they can. Collective."""
     if len(axis.topology.sizes) > 1:
         return "the ranks are on several nodes"
-    return find_obstacle_to_peer_memory(axis.exchange_group, torch.device(axis.mesh.device_type))
+    return find_obstacle_to_peer_memory(axis.exchange_group, axis.mesh.device_type)
 
 
 def _choose_dispatch(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tuple[str, str]:

@@ -377,6 +377,7 @@ def test_gather_is_estimated_if_it_is_named():
     model, here = find_model("qwen3-30b-a3b"), find_platform("h200")
     layout = Layout(tp=2, dp=4, ep=8, ssmb=True, tokens=4096)
     assert choose_layout_dispatch(model, layout, here, True, "gather") == "gather"
+    assert choose_layout_dispatch(model, layout, here, True, "pull") == "gather"  # the same buffers
     assert choose_layout_dispatch(model, layout, here, True) == "dedup"
     dedup, gather = (
         estimate_entry(model, dataclasses.replace(layout, dispatch=dispatch), here) for dispatch in ("dedup", "gather")

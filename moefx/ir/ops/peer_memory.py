@@ -50,15 +50,21 @@ def allocate(group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> 
     """
     import torch.distributed._symmetric_memory as symmetric_memory
 
+    own = _allocate_own(num_bytes, device)
     # torch 2.11 clears the signals and copies the table of addresses on the default stream, and waits for neither.
     # Another rank's signal, or a barrier of another stream, could come first.
-    own = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
     torch.cuda.synchronize(device)
     handle = symmetric_memory.rendezvous(own, group)
     torch.cuda.synchronize(device)
     buffers = [handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(group.size())]
     milliseconds = round(1e3 * _get_timeout(group, device))
     return SharedBuffers(buffers, lambda: handle.barrier(channel=0, timeout_ms=milliseconds), (own, handle))
+
+
+def _allocate_own(num_bytes: int, device: torch.device) -> Tensor:
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    return symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 def _get_timeout(group: dist.ProcessGroup, device: torch.device) -> float:
@@ -83,8 +89,7 @@ class PeerMemory:
     """The buffers of one process group on one kind of device. They grow on demand."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
-        index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
-        self._group, self._device = weakref.ref(group), torch.device(device.type, index)
+        self._group, self._device = weakref.ref(group), device
         self._shared = SharedBuffers([], lambda: None)
         self._captured: list[SharedBuffers] = []  # their addresses are in CUDA graphs
         self._stream: torch.cuda.Stream | None = None
@@ -187,7 +192,8 @@ def shared_columns(columns: Sequence[Tensor], num_rows: int, group: str, room: i
         room: number of such rows that later exchanges share: with it they need no larger buffer.
 
     Yields:
-        For each rank, its columns. They may be read until the end of the context.
+        For each rank, its columns. They may be read until the end of the context. If it ends with an error, the other
+        ranks wait until the timeout.
 
     Raises:
         RanksLost: another rank has died, or does not answer within the timeout of the process group.
@@ -199,17 +205,25 @@ def shared_columns(columns: Sequence[Tensor], num_rows: int, group: str, room: i
     memory.wait_for_all()
 
 
-def find_obstacle(name: str, device: torch.device) -> str | None:
+def find_obstacle(name: str, device_type: str) -> str | None:
     """Return the reason why the ranks of a group cannot read each other's memory, or None if they can. Collective."""
-    group, found = get_group(name), None
-    if device.type != "cuda":
-        found = f"ranks on {device.type} do not share memory"
-    else:
-        try:
-            open_peer_memory(name, device).reserve(1)
-        except (RuntimeError, ImportError) as error:
-            first_line = str(error).partition("\n")[0]
-            found = f"the GPUs cannot read each other's memory ({first_line})"
+    if device_type != "cuda":
+        return f"ranks on {device_type} do not share memory"
+    group, device = get_group(name), torch.device("cuda", torch.cuda.current_device())
+    # A rank that cannot allocate does not come to the rendezvous: agree first.
+    return _try_on_all_ranks(group, lambda: _allocate_own(1, device)) or _try_on_all_ranks(
+        group, lambda: open_peer_memory(name, device).reserve(1)
+    )
+
+
+def _try_on_all_ranks(group: dist.ProcessGroup, step: Callable[[], object]) -> str | None:
+    """Return the first error that a rank has met, or None. Collective."""
+    found = None
+    try:
+        step()
+    except (RuntimeError, ImportError) as error:
+        first_line = str(error).partition("\n")[0]
+        found = f"the GPUs cannot read each other's memory ({first_line})"
     everywhere: list[str | None] = [None] * group.size()
     dist.all_gather_object(everywhere, found, group=group)
     return next(filter(None, everywhere), None)

@@ -2,7 +2,7 @@
 
 Each rank shows its tokens, routing weights and destinations to the other ranks (`peer_memory`). It reads all
 destinations and weights, and of the tokens only those with an expert here: one row for each token and rank. The rows
-have the places of `token_gather`, so the experts compute as there: rows of other tokens are 0. Then the ranks show the
+are in the order of `token_gather`, so the experts compute as there. Rows of other tokens are 0. Then the ranks show the
 sums of their experts, and each rank adds up those of its own tokens, in the order of ranks, in float32. The backward is
 the mirror image: it pulls the gradients of the sums, and adds up the gradients of the tokens.
 
@@ -64,7 +64,7 @@ def add_rows(peers: list[Tensor], place: Tensor, *, experts_per_rank: int, first
     return total.to(peers[0].dtype)
 
 
-# -- there
+# -- tokens to experts
 # ------------------------------------------------------------------------------------------------------
 
 
@@ -115,7 +115,7 @@ def pull_tokens_backward(grads: list[Tensor], place: Tensor, *, experts_per_rank
     return _add_own_rows(grads, place, experts_per_rank, group)
 
 
-# -- back
+# -- sums to the ranks of the tokens
 # ------------------------------------------------------------------------------------------------------
 
 
