@@ -36,7 +36,6 @@ from ..ir.display_names import attribute_name
 from ..ir.expert_placement import ExchangeRoutes, Placement
 from ..ir.graph_levels import eliminate_dead_code
 from ..ir.node_values import get_argument
-from ..ir.ops import dialect  # registers the ops
 from .exchange.exchange_emission import UnevenExchange, add_label
 from .exchange.gathered_experts import GatheredTokens
 from .exchange.local_experts import move_experts, read_local_parts
@@ -45,7 +44,6 @@ from .pass_manager import graph_pass
 
 aten = torch.ops.aten
 ops = torch.ops.moefx
-_ = dialect
 
 
 @graph_pass(level="distributed", name="collectives")

@@ -72,7 +72,7 @@ def _get_timeout(group: dist.ProcessGroup, device: torch.device) -> float:
     return group._get_backend(device).options._timeout.total_seconds()
 
 
-class _Shown(NamedTuple):
+class _PeerViews(NamedTuple):
     """Views of the buffers for columns of some shapes.
 
     Attributes:
@@ -93,10 +93,10 @@ class PeerMemory:
         self._shared = SharedBuffers([], lambda: None)
         self._captured: list[SharedBuffers] = []  # their addresses are in CUDA graphs
         self._stream: torch.cuda.Stream | None = None
-        self._views: dict[tuple[Any, ...], _Shown] = {}
+        self._views: dict[tuple[Any, ...], _PeerViews] = {}
 
     def reserve(self, num_bytes: int) -> None:
-        """Make room for as many bytes on each rank. Collective if it grows: all ranks ask for equally many.
+        """Grow the buffer of each rank to `num_bytes`. Collective if it grows: all ranks ask for equally many.
 
         Raises:
             MoefxError: the buffers are too small, and a CUDA graph is being captured.
@@ -114,22 +114,22 @@ class PeerMemory:
         self._views.clear()
         self._shared = allocate(group, num_bytes, self._device)
 
-    def show(self, columns: Sequence[Tensor], num_rows: int, room: int) -> list[list[Tensor]]:
+    def publish(self, columns: Sequence[Tensor], num_rows: int, room: int) -> list[list[Tensor]]:
         """Copy this rank's columns to its buffer. Returns each rank's columns, [num_rows, width].
 
         Args:
             room: number of rows that fit without a larger buffer.
         """
         key = (num_rows, columns[0].shape[0], *[(c.dtype, c.shape[1]) for c in columns])
-        shown = self._views.get(key) or self._build_views(key, columns, num_rows, room)
+        views = self._views.get(key) or self._build_views(key, columns, num_rows, room)
         if self._device.type == "cuda":
             self._order_streams()
-        torch._foreach_copy_(shown.own, list(columns))  # pyright: ignore[reportPrivateImportUsage]
-        for rows in shown.padding:
+        torch._foreach_copy_(views.own, list(columns))  # pyright: ignore[reportPrivateImportUsage]
+        for rows in views.padding:
             rows.fill_(-1)
-        return shown.peers
+        return views.peers
 
-    def _build_views(self, key: tuple[Any, ...], columns: Sequence[Tensor], num_rows: int, room: int) -> _Shown:
+    def _build_views(self, key: tuple[Any, ...], columns: Sequence[Tensor], num_rows: int, room: int) -> _PeerViews:
         layout = Layout([*map(Column.of, columns)])
         shape = num_rows, layout.num_bytes
         self.reserve(max(1, room * layout.num_bytes))
@@ -140,8 +140,8 @@ class PeerMemory:
         padding = [rows[filled:] for rows in own if filled < num_rows and not rows.dtype.is_floating_point]
         if len(self._views) >= _MAX_VIEWS:
             self._views.clear()
-        shown = self._views[key] = _Shown(peers, [rows[:filled] for rows in own], padding)
-        return shown
+        views = self._views[key] = _PeerViews(peers, [rows[:filled] for rows in own], padding)
+        return views
 
     def wait_for_all(self) -> None:
         """Let the device wait until the devices of all ranks have come this far.
@@ -199,7 +199,7 @@ def shared_columns(columns: Sequence[Tensor], num_rows: int, group: str, room: i
         RanksLost: another rank has died, or does not answer within the timeout of the process group.
     """
     memory = open_peer_memory(group, columns[0].device)
-    peers = memory.show(columns, num_rows, max(room, num_rows))
+    peers = memory.publish(columns, num_rows, max(room, num_rows))
     memory.wait_for_all()
     yield peers
     memory.wait_for_all()

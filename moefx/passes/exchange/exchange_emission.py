@@ -7,19 +7,27 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
 from ...ir.expert_placement import ExchangeRoutes, Placement, TopologyLevel
 from ...ir.node_values import get_argument
-from ...ir.ops import dialect  # registers the ops
 from .local_experts import ReceivedRows
 from .routed_region import RoutedRegion
 
 aten = torch.ops.aten
 ops = torch.ops.moefx
-_ = dialect
+
+
+class SendPlan(NamedTuple):
+    """The index arrays of the rows that a rank sends in a hop: the results of `plan_dispatch`."""
+
+    token_ids: fx.Node
+    slot_ids: fx.Node
+    rank_offsets: fx.Node
+    inverse: fx.Node
 
 
 @dataclasses.dataclass
@@ -29,24 +37,20 @@ class Hop:
     Attributes:
         place: destinations of the slots, modulo those of all ranks of the hop. num_slots: destinations of one rank.
         label: suffix of its nodes' names.
-        plan: token_ids, slot_ids, rank_offsets, inverse, and splits once they are emitted.
         tokens, choices: the values that it sends. packed: the rows, if packed before the host knows their number.
-        sent: the rows in transit, and the ticket.
+        splits: numbers of rows, once they are emitted. sent: the rows in transit, and the ticket.
     """
 
     level: TopologyLevel
     place: fx.Node
     num_slots: int
     label: str
-    plan: list[fx.Node]
+    plan: SendPlan
     tokens: list[fx.Node] = dataclasses.field(default_factory=list)
     choices: list[fx.Node] = dataclasses.field(default_factory=list)
     packed: fx.Node | None = None
+    splits: fx.Node | None = None
     sent: list[fx.Node] = dataclasses.field(default_factory=list)
-
-    @property
-    def splits(self) -> fx.Node:
-        return self.plan[4]
 
     @property
     def ticket(self) -> fx.Node:
@@ -80,7 +84,8 @@ class UnevenExchange:
         """Emit the packed rows for the same exchanges."""
         for hop in filter(None, (self.hops[0], self.near)):
             kwargs = {"num_slots": hop.num_slots, "dedup": self.routes.dedup}
-            args = (tokens, choices, hop.place, *hop.plan[:3])
+            plan = hop.plan
+            args = (tokens, choices, hop.place, plan.token_ids, plan.slot_ids, plan.rank_offsets)
             name = add_label("packed", hop.label)
             hop.packed = self._call(ops.pack_rows.default, args, kwargs, ("N", "bytes"), name)
 
@@ -112,15 +117,14 @@ class UnevenExchange:
         kwargs = {"num_ranks": level.size, "num_slots": num_slots, "dedup": self.routes.dedup}
         send = self._call(ops.plan_dispatch.default, (place,), kwargs, name=add_label("send", label))
         plan = self._parts(send, (("B",), ("B",), ("W+1",), place.meta["letters"]))
-        return Hop(level, place, num_slots, label, plan)
+        return Hop(level, place, num_slots, label, SendPlan(*plan))
 
     def _start(self, hop: Hop, tokens: list[fx.Node], choices: list[fx.Node], splits: fx.Node) -> None:
         """Emit the start of a hop."""
-        hop.tokens, hop.choices = tokens, choices
-        hop.plan.append(splits)
+        hop.tokens, hop.choices, hop.splits = tokens, choices, splits
         sent = self._call(
             ops.all_to_all_rows.default,
-            (tokens, choices, hop.place, hop.packed, *hop.plan),
+            (tokens, choices, hop.place, hop.packed, *hop.plan, splits),
             {"num_slots": hop.num_slots, "dedup": self.routes.dedup, "group": hop.level.group},
             name=add_label("sent", hop.label),
             axis=hop.level.axis,
@@ -177,10 +181,10 @@ class UnevenExchange:
         return list(zip(parts[: len(hops)], parts[len(hops) :], strict=True))
 
     def _sums(self, sent: tuple[fx.Node, fx.Node], hop: Hop) -> fx.Node:
-        rows = hop.plan[3].meta["letters"][0]
+        rows = hop.plan.inverse.meta["letters"][0]
         kwargs = {"group": hop.level.group}
         name = add_label("sums", hop.label) if hop.label else ""
-        return self._call(ops.wait_sums.default, (*sent, *hop.plan), kwargs, (rows, "D"), name)
+        return self._call(ops.wait_sums.default, (*sent, *hop.plan, hop.splits), kwargs, (rows, "D"), name)
 
 
 def add_label(name: str, label: str) -> str:

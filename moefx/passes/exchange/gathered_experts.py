@@ -25,12 +25,10 @@ from torch import fx
 
 from ...ir.expert_placement import ExchangeRoutes, Placement
 from ...ir.node_values import get_argument
-from ...ir.ops import dialect  # registers the ops
 from .local_experts import ReceivedRows
 from .routed_region import RoutedRegion
 
 ops = torch.ops.moefx
-_ = dialect
 
 
 class GatheredTokens:

@@ -11,12 +11,10 @@ from torch import fx
 from ...ir.expert_body import ExpertBody
 from ...ir.expert_placement import Placement
 from ...ir.node_values import get_argument, set_argument
-from ...ir.ops import dialect  # registers the ops
 from .routed_region import RoutedRegion
 
 aten = torch.ops.aten
 ops = torch.ops.moefx
-_ = dialect
 
 
 class ReceivedRows(NamedTuple):

@@ -12,12 +12,10 @@ from torch import fx
 from ...errors import Refused
 from ...ir.block_graph import BlockGraph
 from ...ir.node_values import get_argument, read_item, set_argument
-from ...ir.ops import dialect  # registers the ops
 from ...ir.ops.token_routing import PftResult
 
 aten = torch.ops.aten
 ops = torch.ops.moefx
-_ = dialect
 _SOURCES: dict[Any, str] = {
     ops.expert_mlp.default: "x",
     ops.dispatch.default: "x",

@@ -11,7 +11,6 @@ from torch import fx
 
 from ...errors import Refused
 from ...ir.memory_order import invert_permutation, memory_order
-from ...ir.ops import dialect  # registers the ops
 from ...matching.facts.graph_nodes import depends_on_arguments, skip_moves
 from ...matching.lift.canonical_form import Body, NodeRef, walk_body
 from ...matching.match_result import Match, ProvenGroup
@@ -22,7 +21,6 @@ from .residual_graph import ResidualGraph
 
 aten = torch.ops.aten
 ops = torch.ops.moefx
-_ = dialect
 _KEEPS_ALL = {
     "_to_copy", "_unsafe_view", "clone", "contiguous", "expand", "flatten", "permute", "reshape", "squeeze", "t",
     "transpose", "unsqueeze", "view",
