@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...errors import Refused
 from ...util.tensor_trees import has_values, is_float
 from ..capture_result import HostRead, LimitedOutcome
 from ..code_locations import Source, find_user_opcode, find_user_stack, is_user_asking_number, is_user_asking_tensor
@@ -20,8 +21,11 @@ from ..emptiness.idle_tests import BOOLEAN, KEYS, LOADS, EmptinessTests
 from ..sizes.routed_numbers import ROW_COUNT, RoutedFloat, RoutedInt, is_row_emptiness_test
 from ..sizes.symbolic_sizes import peek_value
 from .concrete_routing import Routing
-from .node_origins import find_leaf_kinds, follows_from_floats, is_nan_check
+from .node_origins import find_float_decisions, find_leaf_kinds, follows_from_floats, is_abstract, is_nan_check
 from .op_runner import OpRunner
+
+# Reads of activations at one call site that end a capture: the fixed part, and the part per token.
+_MAX_READS, _MAX_READS_PER_TOKEN = 500, 8
 
 # Forced outcomes. Keys: the call stack of a read; (location, op, whether it follows from routing alone) of a comparison
 # or a number; the position of an argument. Values: the outcome, `FORCE_MIXED`, `FORCE_VARIED`, or a function that maps
@@ -47,6 +51,7 @@ class ReadLogger(OpRunner):
         self.emptiness_tests = EmptinessTests()
         self.has_routed_argument = False
         self._num_forced: Counter[tuple[Source, ...]] = Counter()  # reads with a limited forced outcome
+        self._num_activations: Counter[tuple[Source, ...]] = Counter()  # reads of activations
 
     # ---------------------------------------------------------------- `RoutedNumberLog`
     def log_comparison(self, number: Any, op: str, other: Any, value: bool) -> bool:
@@ -82,9 +87,23 @@ class ReadLogger(OpRunner):
     ) -> Any:
         """Log a value that Python reads, and return it or the outcome that is forced here."""
         call_stack = find_user_stack()
+        if node is not None and (is_abstract(node) or find_float_decisions(node)):
+            self._require_end(call_stack)
         value = self._force(call_stack, value, comparison)
         self.reads.append(HostRead(call_stack, value, node, comparison, origins))
         return value
+
+    def _require_end(self, call_stack: tuple[Source, ...]) -> None:
+        """Refuse a loop that waits for an activation: abstract floats may never converge."""
+        self._num_activations[call_stack] += 1
+        reads = _MAX_READS + _MAX_READS_PER_TOKEN * self.sizes.tokens
+        if self._num_activations[call_stack] > reads and call_stack:
+            raise Refused(
+                f"a loop compares activations and has not ended after {reads} rounds on abstract numbers: "
+                f"{call_stack[0].text}",
+                source=str(call_stack[0]),
+                remedy="run the loop a fixed number of times: for _ in range(8)",
+            )
 
     def _force(self, call_stack: tuple[Source, ...], value: Any, comparison: tuple[str, Any] | None) -> Any:
         forced = self.interventions.get(call_stack, value)
