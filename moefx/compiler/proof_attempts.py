@@ -49,7 +49,7 @@ from ..matching.lift.routed_nodes import find_padding_lines, has_rows_of_padding
 from ..matching.match_result import Match
 from ..matching.proof.proof_state import ProofState
 from ..matching.prove import prove
-from ..matching.refusal_causes import explain_branch, explain_limit, explain_refusal
+from ..matching.refusal_causes import explain_branch, explain_limit, explain_refusal, explain_table
 from ..matching.size_samples import SizeSamples
 from ..passes.rewrite import Placeholders, RewriteResult, rewrite
 
@@ -261,8 +261,8 @@ def _explain_refusal(refusal: Refused, proof: ProofState) -> Refused:
     """Return a refusal that names the cause in the program, if the match only reports where it stopped."""
     if (captured := proof.evidence.diagnosed_capture) is None:
         return refusal
-    if of_branch := explain_branch(proof):
-        return of_branch
+    if of_buffer := explain_branch(proof) or explain_table(proof):
+        return of_buffer
     if refusal.cause is Cause.NOT_TOGETHER:
         return explain_limit(captured) or refusal
     if refusal.cause not in _STOPPED:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,14 +12,20 @@ from torch import fx
 from ..capture.capture_result import Capture
 from ..capture.code_locations import suppress_program_errors
 from ..capture.sizes.routed_numbers import is_emptiness_test
+from ..capture.tracing.concrete_routing import Routing
 from ..errors import Cause, MoefxError, Refused
 from ..ir.node_values import get_op_name
+from ..util.tensor_trees import is_float
 from .facts.graph_nodes import depends_on_routing, find_buffers, find_comparison
 from .facts.op_classes import CONTRACTIONS_OF_ROWS, ORDERED, RANDOM_INTEGERS, RECURRENCES
-from .interventions.forced_outcome import DECIDE_OUTSIDE, refuse_limit
+from .interventions.forced_outcome import DECIDE_OUTSIDE, READ_NO_TABLE, refuse_limit
+from .lift.canonical_form import CanonicalForm
+from .terms.parameter_slices import ParameterSlice
 
 if TYPE_CHECKING:
     from .proof.proof_state import ProofState
+
+_PERMUTING_SEED = 2  # its routing permutes the values of integer buffers
 
 
 def explain_refusal(capture: Capture, positions: int | None) -> Refused | None:
@@ -83,6 +90,49 @@ def explain_branch(proof: ProofState) -> Refused | None:
                     remedy=DECIDE_OUTSIDE,
                 )
     return None
+
+
+def explain_table(proof: ProofState) -> Refused | None:
+    """Return a refusal that names the integer buffers by which Python code chooses the modules of the experts, or None.
+
+    One routing is captured with the values of the buffers, and with these permuted: an expert then uses the parameters
+    of another one.
+    """
+    diagnosed = proof.evidence.diagnosed_capture
+    tables = [
+        name for name, t in proof.block.named_buffers() if not is_float(t) and t.dtype is not torch.bool and t.dim()
+    ]
+    if diagnosed is None or not tables:
+        return None
+    forms: list[CanonicalForm] = []
+    for keep_values in (True, False):
+        with suppress_program_errors(MoefxError):
+            routing = Routing("diverse", seed=_PERMUTING_SEED, keep_values=keep_values)
+            captured = proof.capture(routing, diagnosed.sizes.dims)
+            forms.append(proof.lift(captured, follows_evidence=False))
+    if len(forms) < 2 or not _use_other_parameters(*forms):
+        return None
+    return Refused(
+        f"Python reads a buffer to choose which module runs for an expert's tokens ({', '.join(tables)})",
+        culprits=tuple(tables),
+        source=str(forms[0].cut.meta["source"]),
+        remedy=READ_NO_TABLE,
+    )
+
+
+def _use_other_parameters(a: CanonicalForm, b: CanonicalForm) -> bool:
+    """Return whether two captures select by other nodes, or an expert of both uses other parameters."""
+    parts_a, parts_b = _collect_parameters(a), _collect_parameters(b)
+    differs = any(parts_a[e] != parts_b[e] for e in parts_a.keys() & parts_b.keys())
+    return differs or a.expert_index.position != b.expert_index.position
+
+
+def _collect_parameters(form: CanonicalForm) -> dict[int, set[ParameterSlice]]:
+    parts: dict[int, set[ParameterSlice]] = defaultdict(set)
+    for table in (table for group in form.groups for table in group.tables):
+        for e, part in table.items():
+            parts[e].add(part)
+    return parts
 
 
 def _find_random_order(capture: Capture) -> fx.Node | None:

@@ -223,7 +223,8 @@ class Routing:
             value = _vary(value, generator)
         elif (self.seed or _is_identity(value)) and (value.dtype != torch.bool or value.numel() == max(value.shape)):
             along = value.shape.index(max(value.shape)) if value.dtype == torch.bool else 0
-            value = value.index_select(along, torch.randperm(value.shape[along], generator=generator))
+            permuted = value.index_select(along, torch.randperm(value.shape[along], generator=generator))
+            value = value.roll(1, along) if torch.equal(permuted, value) else permuted  # often equal if it is short
         if extra_values:
             _insert(extra_values, value, self.seed, generator)
         return value

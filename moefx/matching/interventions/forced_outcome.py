@@ -24,6 +24,10 @@ DECIDE_OUTSIDE = (
 )
 _MASK_SLOTS = "to drop tokens, multiply the routing weights by a mask over all slots: weights * (counts <= limit)[ids]"
 ASK_ROWS = "to skip an expert without tokens, test its number of rows: if rows.shape[0] == 0"
+READ_NO_TABLE = (
+    "compute with the buffer: ids = self.table[ids] instead of self.experts[int(self.table[e])]; or keep the numbers "
+    "in a Python list, as calls after a change of the list compile again"
+)
 _REPEATS = 3  # force a read this many times as often as the capture had it
 
 
@@ -35,6 +39,7 @@ class OutcomeKind(enum.Enum):
     LOAD = "the load of an expert that Python reads from a tensor"
     ZERO_SUM = "a test whether an expert's rows or weights sum to zero"
     BUFFER = "the buffer"
+    BUFFER_NUMBER = "a number that Python reads from the buffer"
     OP = ""
 
 
@@ -157,6 +162,7 @@ _REMEDIES = {
     OutcomeKind.COUNT: ASK_ROWS,
     OutcomeKind.ZERO_SUM: ASK_ROWS,
     OutcomeKind.BUFFER: DECIDE_OUTSIDE,
+    OutcomeKind.BUFFER_NUMBER: READ_NO_TABLE,
     OutcomeKind.LOAD: (f"compute the same for each token, however many tokens the expert has; {_MASK_SLOTS}"),
 }
 

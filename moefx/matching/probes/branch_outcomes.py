@@ -144,7 +144,8 @@ def _describe_step(proof: ProofView, open_read: _OpenRead) -> ForcedStep:
     if _is_limit_test(proof, read):
         return ForcedStep(OutcomeKind.LOAD, read.source)
     if buffers := find_buffers(read):
-        return ForcedStep(OutcomeKind.BUFFER, read.source, ", ".join(buffers))
+        kind = OutcomeKind.BUFFER if type(read.value) is bool else OutcomeKind.BUFFER_NUMBER
+        return ForcedStep(kind, read.source, ", ".join(buffers))
     return ForcedStep(OutcomeKind.VALUE, read.source)
 
 
@@ -195,7 +196,10 @@ def _find_open_reads(proof: ProofView) -> list[_OpenRead]:
                 outcomes[read.call_stack] = {True, False}
     for calls, read in _find_large_count_reads(proof).items():
         outcomes[calls], first_reads[calls] = {read.value}, (read, first_reads[calls][1])
-    open_calls = [calls for calls, seen in outcomes.items() if not seen >= {True, False} or calls in single]
+    # 0 and 1 are equal to the booleans
+    integers = {calls for calls, seen in outcomes.items() if int in map(type, seen)}
+    shown = {calls for calls, seen in outcomes.items() if seen >= {True, False}} - integers - single
+    open_calls = [calls for calls in outcomes if calls not in shown]
     return [
         _OpenRead(first_reads[calls][0], outcomes[calls], first_reads[calls][1])
         for calls in open_calls
