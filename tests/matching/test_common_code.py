@@ -304,6 +304,39 @@ def select_nonzero(w):
     return [w[:, e].nonzero()[:, 0] for e in range(E)]
 
 
+class InChunks(Loop):
+    """Call each expert with a part of its rows at a time. `join` gets the expert, its rows and the parts' weights."""
+
+    def __init__(self, join):
+        super().__init__(Mlp)
+        self.join = join
+
+    def forward(self, x):
+        w, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            t, k = torch.where(ids == e)
+            if len(t):
+                out = out.index_add(0, t, self.join(expert, x[t]) * w[t, k, None])
+        return out
+
+
+def split_rows(expert, rows):
+    return torch.cat([expert(part) for part in rows.split(8)])
+
+
+def split_many_rows(expert, rows):
+    return torch.cat([expert(part) for part in rows.split(64)])
+
+
+def chunk_rows(expert, rows):
+    return torch.cat([expert(part) for part in rows.chunk(3)])
+
+
+def halve_later_parts(expert, rows):
+    return torch.cat([expert(part) / (1 + (i > 0)) for i, part in enumerate(rows.split(64))])
+
+
 class Convolutions(Loop):
     """Use convolutions of kernel size one as gates and experts, on [B, C, L] or [B, C, H, W]."""
 
@@ -361,6 +394,7 @@ BLOCKS = {
     **{f"passed through, {f.__name__}": (PassesThrough, f) for f in (scale_all, scale_experts, scale_in_lists)},
     "passed through, few": (PassesThrough, scale_all, 0.5),
     "ReLU routing": (Relu, select_at_once),
+    **{f"in chunks, {f.__name__}": (InChunks, f) for f in (split_rows, split_many_rows, chunk_rows)},
     "nested lists": (Nested, order_by_list),
     "nested lists, across": (Nested, order_across_lists),
 }
@@ -466,10 +500,11 @@ def test_convolutions_of_one_element(axes):
     [
         (lambda: Relu(select_one_by_one), (9, D), r"comparison of its own \(4 on this line\).*mask = scores > 0"),
         (lambda: Relu(select_nonzero), (9, D), r"comparison of its own.*mask = scores > 0"),
+        (lambda: InChunks(halve_later_parts), (9, D), r"which experts have tokens|different functions"),
         (lambda: Convolutions(nn.Conv2d, move_channels_last), (2, D, 3, 5), r"whole images.*flatten\(0, -2\)"),
         (lambda: Convolutions(nn.Conv1d, keep_channels_second), (2, D, 9), r"whole images.*flatten\(0, -2\)"),
     ],
-    ids=["one by one", "nonzero", "channels last", "channels second"],
+    ids=["one by one", "nonzero", "chunks", "channels last", "channels second"],
 )
 def test_refused_with_a_remedy_that_is_followed(block, x, why):
     """Refuse the block with a remedy, which one of the blocks above applies."""

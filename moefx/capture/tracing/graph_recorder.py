@@ -302,19 +302,24 @@ class Recorder(TorchDispatchMode):
         return node
 
     def _record_parts(self, func: Any, node_args: Any, args: tuple, out: Any) -> None:
-        """Record `split`, `chunk` and `unbind` as selects and slices."""
+        """Record `split`, `chunk` and `unbind` as selects and slices.
+
+        The last slice of an expert's rows ends at a multiple of the width: more rows would make more parts.
+        """
         packet, base, start = func.overloadpacket, args[0], 0
         unbind = packet is aten.unbind
         dim = (args[1] if len(args) > 1 else 0) if unbind else (args[2] if len(args) > 2 else 0)
         width: Any = list(args)[1] if packet is aten.split else None
+        is_routed = type(width) is int and dim == 0 and bool(node_args[0].meta.get("ragged"))
         if type(width) is int and (size := self.sizes.expressions.get(base.shape[dim])):
             self.sizes.log_comparison(f"-(-{size}//{width})", "eq", str(len(out)), True)  # the number of parts
         for i, t in enumerate(out):
             if unbind:
                 view: tuple[Any, tuple] = (aten.select.int, (dim, i))
             else:
-                view = (aten.slice.Tensor, (dim, start, start + t.shape[dim]))
-                start += t.shape[dim]
+                rows = width if is_routed else t.shape[dim]
+                view = (aten.slice.Tensor, (dim, start, start + rows))
+                start += rows
             node = self.emit(view[0], (node_args[0], *view[1]), {})
             self.describe(node, t, bool(node_args[0].meta.get("from_integers")))
             self.track(t, node, base, view)
