@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 
 import torch
 import torch.utils._pytree as pytree
-from torch import fx
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.capture_result import Capture
@@ -141,9 +141,10 @@ class UnexplainedIndex:
     def explain(self) -> Refused:
         """Return the refusal of the first cause that applies."""
         causes = (
-            self._explain_one_expert, self._explain_all_experts, self._explain_partial_choices,
-            self._explain_several_gates, self._explain_element_move, self._explain_shared_choices,
-            self._explain_separate_masks, self._explain_mixed_results,
+            self._explain_one_module, self._explain_one_expert, self._explain_all_experts,
+            self._explain_partial_choices, self._explain_several_gates, self._explain_separate_masks,
+            self._explain_element_move, self._explain_shared_choices, self._explain_mixed_results,
+            self._explain_separate_selections,
         )  # fmt: skip
         for cause in causes:
             if (refusal := cause()) is not None:
@@ -163,6 +164,23 @@ class UnexplainedIndex:
     @property
     def _capture(self) -> Capture:
         return self.uses.capture
+
+    def _explain_one_module(self) -> Refused | None:
+        """Explain that a list holds the module of an expert twice, so that two numbers select it."""
+        for path, modules in self.uses.block.named_modules():
+            if not isinstance(modules, nn.ModuleList) or not 1 < len({*map(id, modules)}) < len(modules):
+                continue
+            if not any(fqn.startswith(f"{path}.") for fqn in self.owners.experts):
+                continue
+            numbers = {id(m): i for i, m in enumerate(dict.fromkeys(modules))}
+            return Refused(
+                f"{path} holds {len(numbers)} modules as {len(modules)} experts: two of them share all parameters",
+                culprits=(path,),
+                source=self._source,
+                remedy="keep each module once, and map the selected experts by a buffer: ids = self.table[ids], with "
+                f"table = torch.tensor({[numbers[id(m)] for m in modules]})",
+            )
+        return None
 
     def _explain_one_expert(self) -> Refused | None:
         return Refused(ONE_EXPERT, source=self._source) if is_all_or_none(self.owners, self.summands) else None
@@ -227,6 +245,27 @@ class UnexplainedIndex:
             f"the same experts are applied {times} times, with {times} separate selections",
             source=self._source,
             remedy="put each selection and its sum into a module of its own, and share the list of experts",
+        )
+
+    def _explain_separate_selections(self) -> Refused | None:
+        """Explain that several selections choose among the experts, each for all tokens."""
+        tokens = math.prod(self.cut.meta["val"].shape[:-1])
+        selections = [
+            n
+            for n in self._capture.nodes
+            if get_op_name(n) in _EXPERT_SELECTION_OPS
+            and n not in self.expert_nodes
+            and math.prod(n.all_input_nodes[0].meta["val"].shape[:-1]) == tokens
+        ]
+        if len(selections) < 2:
+            return None
+        return Refused(
+            f"the experts of a token follow from {len(selections)} separate selections",
+            culprits=tuple(dict.fromkeys(map(get_op_name, selections))),
+            source=str(selections[0].meta["source"]),
+            remedy="select for all tokens at once, ids = torch.where(is_image[:, None], image_ids, text_ids), or put "
+            "each selection and its sum into a module of its own",
+            cause=Cause.UNEXPLAINED_INDEX,
         )
 
     def _explain_element_move(self) -> Refused | None:
