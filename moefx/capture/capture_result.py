@@ -53,11 +53,13 @@ class Effect:
         kind: "buffer", "input", "attribute" (set to a tensor, or to a container of tensors), "state" (set to anything
             else), "record" (in an object that the block does not own) or "draw" (from a random generator of Python's).
         node: the new value; for an attribute that is a container, the container with nodes for its tensors.
+        source: for a record, the line that computes a new tensor in it; "" if it has none.
     """
 
     kind: str
     target: Any
     node: Any
+    source: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -163,10 +163,17 @@ def _collect_records(tracer: Tracer, snapshot: _Snapshot, out: Any, drawn: list[
     new_attributes = {key for t in collect_tensors(out) for key in vars(t).keys() - _list_fake_attributes()}
     return [
         *snapshot.find_registry_changes(),
-        *(Effect("record", path, None) for path in [*snapshot.outside.list_changes(), *foreign]),
+        *(_describe_record(tracer, snapshot, path) for path in snapshot.outside.list_changes()),
+        *(Effect("record", path, None) for path in foreign),
         *(Effect("draw", name, None) for name in drawn),
         *(Effect("record", f"the attribute {key} of a tensor", None) for key in new_attributes),
     ]
+
+
+def _describe_record(tracer: Tracer, snapshot: _Snapshot, path: str) -> Effect:
+    """Return the effect of a changed object, with the line that computes a tensor which the object holds now."""
+    new_tensors = [t for t in snapshot.outside.find_new_tensors(path) if id(t) in tracer.aliases]
+    return Effect("record", path, None, next((str(tracer.node_of(t).meta["source"]) for t in new_tensors), ""))
 
 
 def _run_block(

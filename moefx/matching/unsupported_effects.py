@@ -27,10 +27,13 @@ def refuse_effects(capture: Capture) -> None:
             )
         if effect.kind == "record":
             raise Refused(
-                f"the block writes to {effect.target} when it is called",
+                f"the block writes to {effect.target} when it is called"
+                + (", a tensor that this line computes" if effect.source else ""),
                 culprits=(str(effect.target),),
-                remedy=f"return it; if it is a cache, {NO_CACHE}"
+                source=effect.source,
+                remedy="return it beside the output, `return out, loss`, and let the caller append it; if it is a "
+                f"cache, {NO_CACHE}"
                 if effect.target == ARGUMENT
-                else "return it, keep it in a buffer, or record it with a hook; if it is a cache, call the model once "
-                "before moefx.compile",
+                else "return it, keep it in a buffer, set the attribute anew (self.losses = [loss]), or record it with "
+                "a hook; if it is a cache, call the model once before moefx.compile",
             )

@@ -86,6 +86,12 @@ class OutsideState:
             if id(obj) not in but and not _has_content(obj, items) and not _is_filled_cache(items, _copy_content(obj))
         ]
 
+    def find_new_tensors(self, path: str) -> list[torch.Tensor]:
+        """Return the tensors that a changed object holds now, and that the snapshot lacks."""
+        of_path = [(_copy_content(obj), items) for at, obj, items, _ in self._saved if at == path]
+        known = {id(t) for _, items in of_path for t in collect_tensors(items)}
+        return [t for now, _ in of_path for t in collect_tensors(now) if id(t) not in known]
+
     def restore(self) -> None:
         """Restore objects that differ. Unchanged objects are not written to."""
         for _, obj, items, put in self._saved:
