@@ -186,6 +186,173 @@ def balance(block, x, are_balanced):
     return block.mixed(x, w, ids)
 
 
+def balance_until_still(block, x):
+    """Select experts after Sinkhorn's algorithm, as Megatron-LM does."""
+    scores = block.gate(x).exp()
+    before, columns, change = scores.new_ones(scores.shape[1]), scores.new_ones(scores.shape[1]), 1e9
+    while change > 1e-4:
+        rows = 1 / len(x) / ((columns * scores).sum(1) + 1e-8)
+        columns = 1 / scores.shape[1] / ((rows[:, None] * scores).sum(0) + 1e-8)
+        before, change = columns, (before - columns).abs().mean()
+    return block.mixed(x, *(columns * scores * rows[:, None]).topk(2))
+
+
+def stop_when_even(block, x):
+    scores = block.gate(x).exp()
+    for _ in range(6):
+        scores = scores / scores.sum(0) / scores.sum(1, keepdim=True)
+        if (scores.sum(0) - 1).abs().max() < 0.1:
+            break
+    return block.mixed(x, *scores.topk(2))
+
+
+def append_loss(block, x):
+    w, ids = block.route(x)
+    block.losses.append(w.square().mean())
+    return block.mixed(x, w, ids)
+
+
+def set_loss(block, x):
+    w, ids = block.route(x)
+    block.losses = [w.square().mean()]
+    return block.mixed(x, w, ids)
+
+
+class AppendsToArgument(nn.Module):
+    """Model that collects the losses of its blocks in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Block(self.route_and_append) for _ in range(2))
+
+    @staticmethod
+    def route_and_append(block, x, losses):
+        w, ids = block.route(x)
+        losses.append(w.square().mean())
+        return block.mixed(x, w, ids)
+
+    def forward(self, x):
+        losses = []
+        for layer in self.layers:
+            x = x + layer(x, losses)
+        return x + sum(losses)
+
+
+class ReturnsLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Block(self.route_and_return) for _ in range(2))
+
+    @staticmethod
+    def route_and_return(block, x):
+        w, ids = block.route(x)
+        return block.mixed(x, w, ids), w.square().mean()
+
+    def forward(self, x):
+        losses = []
+        for layer in self.layers:
+            y, loss = layer(x)
+            losses.append(loss)
+            x = x + y
+        return x + sum(losses)
+
+
+def run_by_a_table(block, x):
+    w, ids = block.route(x)
+    out = torch.zeros_like(x)
+    for e in range(len(block.experts)):
+        t, k = torch.where(ids == e)
+        out = out.index_add(0, t, block.experts[int(block.table[e])](x[t]) * w[t, k, None])
+    return out
+
+
+def run_by_a_list(block, x):
+    w, ids = block.route(x)
+    out = torch.zeros_like(x)
+    for e, number in enumerate(block.table.tolist()):
+        t, k = torch.where(ids == e)
+        out = out.index_add(0, t, block.experts[number](x[t]) * w[t, k, None])
+    return out
+
+
+def map_by_a_table(block, x):
+    w, ids = block.route(x)
+    return block.mixed(x, w, block.table[ids])
+
+
+class Tied(Block):
+    """The experts 2 and 3 are the modules 0 and 1."""
+
+    def __init__(self):
+        super().__init__(Block.moe)
+        self.experts = nn.ModuleList([*self.experts[:2], *self.experts[:2]])
+
+
+class TiedByTable(Block):
+    def __init__(self):
+        super().__init__(map_by_a_table, table=nn.Buffer(torch.tensor([0, 1, 0, 1])))
+        self.experts = self.experts[:2]
+
+
+def count_busy(block, x):
+    w, ids = block.route(x)
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(block.experts):
+        t, k = torch.where(ids == e)
+        if len(t) == 0:
+            continue
+        block.counts[e] += len(t)
+        out = out.index_add(0, t, expert(x[t]) * w[t, k, None])
+    return out
+
+
+def count_all(block, x):
+    w, ids = block.route(x)
+    block.counts += torch.bincount(ids.flatten(), minlength=len(block.experts))
+    return block.mixed(x, w, ids)
+
+
+def select_in_halves(block, x):
+    """Select one of the first two experts, and one of the others."""
+    first, second = (scores.softmax(-1).topk(1) for scores in block.gate(x).chunk(2, -1))
+    return x[:, :1] > 0, first, (second.values, second.indices + 2)
+
+
+def choose_results(block, x):
+    is_image, *selections = select_in_halves(block, x)
+    results = []
+    for half, (w, ids) in zip((0, 2), selections, strict=True):
+        out = torch.zeros_like(x)
+        for e in (half, half + 1):
+            t, k = torch.where(ids == e)
+            out = out.index_add(0, t, block.experts[e](x[t]) * w[t, k, None])
+        results.append(out)
+    return torch.where(is_image, *results)
+
+
+def choose_selections(block, x):
+    is_image, first, second = select_in_halves(block, x)
+    return block.mixed(x, *(torch.where(is_image, a, b) for a, b in zip(first, second, strict=True)))
+
+
+def relu_by_columns(block, x):
+    w = block.gate(x).relu()
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(block.experts):
+        t = torch.nonzero(w[:, e] > 0).squeeze(-1)
+        out = out.index_add(0, t, expert(x[t]) * w[t, e, None])
+    return out
+
+
+def relu_by_a_mask(block, x):
+    w = block.gate(x).relu()
+    out, mask = torch.zeros_like(x), w > 0
+    for e, expert in enumerate(block.experts):
+        t = torch.nonzero(mask[:, e]).squeeze(-1)
+        out = out.index_add(0, t, expert(x[t]) * w[t, e, None])
+    return out
+
+
 class SpectrallyNormed(nn.Sequential):
     def __init__(self):
         super().__init__(nn.utils.parametrizations.spectral_norm(nn.Linear(D, D)))
@@ -264,6 +431,36 @@ PAIRS = {
         ),
         lambda: Block(lambda block, x: balance(block, x, lambda scores, n: n > 3)),
     ),
+    r"has not ended after.*run the loop a fixed number of times": (
+        lambda: Block(balance_until_still),
+        lambda: Block(lambda block, x: balance(block, x, lambda scores, n: n > 3)),
+    ),
+    r"a value that Python reads from a tensor: if .scores": (
+        lambda: Block(stop_when_even),
+        lambda: Block(lambda block, x: balance(block, x, lambda scores, n: n > 5)),
+    ),
+    r"writes to losses.*this line computes.*set the attribute anew": (
+        lambda: Block(append_loss, losses=[]),
+        lambda: Block(set_loss, losses=[]),
+    ),
+    r"writes to an argument.*this line computes.*let the caller append it": (AppendsToArgument, ReturnsLoss),
+    r"reads a buffer to choose which module runs.*int.self.table": (
+        lambda: Block(run_by_a_table, table=nn.Buffer(torch.tensor([2, 0, 3, 1]))),
+        lambda: Block(map_by_a_table, table=nn.Buffer(torch.tensor([2, 0, 3, 1]))),
+    ),
+    r"holds 2 modules as 4 experts.*tensor..0, 1, 0, 1": (Tied, TiedByTable),
+    r"decide whether the block writes to counts.*torch.bincount": (
+        lambda: Block(count_busy, counts=nn.Buffer(torch.zeros(4, dtype=torch.int64))),
+        lambda: Block(count_all, counts=nn.Buffer(torch.zeros(4, dtype=torch.int64))),
+    ),
+    r"follow from 2 separate selections": (
+        lambda: Block(choose_results),
+        lambda: Block(choose_selections),
+    ),
+    r"a comparison of its own.*compare the scores of all experts at once": (
+        lambda: Block(relu_by_columns),
+        lambda: Block(relu_by_a_mask),
+    ),
     r"change buffers in their forward.*compile in eval mode": (
         lambda: Block(Block.moe, SpectrallyNormed),
         lambda: Block(Block.moe, SpectrallyNormed).eval(),
@@ -273,6 +470,23 @@ PAIRS = {
         lambda: Block(Block.moe, LayerNormed),
     ),
 }
+
+
+@pytest.mark.parametrize("read", [lambda table: [int(table[0]), int(table[1])], torch.Tensor.tolist])
+@pytest.mark.parametrize("name", ["perm", "p"])  # captures permute the values of a buffer by its name
+def test_a_short_table_of_modules_is_not_baked_in(name, read):
+    def forward(block, x):
+        w, ids = block.gate(x)[:, :2].softmax(-1).topk(1)
+        out = torch.zeros_like(x)
+        for e, number in enumerate(read(getattr(block, name))):
+            t, k = torch.where(ids == e)
+            out = out.index_add(0, t, block.experts[number](x[t]) * w[t, k, None])
+        return out
+
+    block = Block(forward, **{name: nn.Buffer(torch.tensor([0, 1]))})
+    block.experts = block.experts[:2]
+    (refused,) = moefx.explain(block, example_inputs=(torch.randn(12, D),)).refused
+    assert "reads a buffer to choose which module runs" in refused.reason
 
 
 @pytest.mark.sampled(3)

@@ -9,7 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
-from ...capture.code_locations import Source
+from ...capture.code_locations import NOWHERE, Source
 from ...errors import Refused
 from ...ir.node_values import get_op_name
 
@@ -40,6 +40,17 @@ def op_kind(n: fx.Node) -> str:
 
 def routing_dependence(here: fx.Node, there: fx.Node) -> Refused:
     """Build the refusal of a step that differs between captures."""
+    if there.op == "get_attr" or here.op == "get_attr":
+        state, written = (here, there) if here.op == "get_attr" else (there, here)
+        if state.meta["kind"] == "buffer" and written.op == "call_function":
+            written_by = (written, *reversed(written.all_input_nodes))
+            return Refused(
+                f"the routing or the sizes decide whether the block writes to {state.meta['fqn']}",
+                culprits=(str(state.meta["fqn"]),),
+                source=str(next((n.meta["source"] for n in written_by if n.meta["source"] is not NOWHERE), "")),
+                remedy="write to it in every call, for all experts at once: self.counts += "
+                "torch.bincount(ids.flatten(), minlength=len(self.experts))",
+            )
     return Refused(
         f"code outside the experts depends on the routing or on sizes: {get_op_name(here)} here, "
         f"{get_op_name(there)} there",

@@ -10,6 +10,7 @@ from torch import fx
 
 from ...capture.capture_result import Capture, HostRead, SubmoduleCall
 from ...capture.code_locations import Source
+from ...capture.tracing.node_origins import find_float_decisions
 from ...errors import Refused
 from ...ir.node_values import get_op_name
 from ...matching.facts.graph_nodes import depends_on_routing, find_buffers, is_random
@@ -151,7 +152,8 @@ class ResidualWalk:
 
 
 def _find_branch(captures: Sequence[Capture]) -> HostRead | None:
-    """Return a read of Python that was forced in a capture, or differs between captures without the routing."""
+    """Return a read of Python that was forced in a capture, or differs between captures without the routing. Else
+    return one of activations."""
     forced = [read for capture in captures for read in capture.reads if read.call_stack in capture.interventions]
     if forced:
         return forced[-1]
@@ -160,4 +162,14 @@ def _find_branch(captures: Sequence[Capture]) -> HostRead | None:
         is_branch = type(read.value) is bool and read.node is not None and not depends_on_routing(read.node)
         if is_branch and known.setdefault(read.call_stack, read.value) is not read.value:
             return read
-    return None
+    reads_by_call: dict[tuple[Source, ...], list[list[HostRead]]] = {}
+    for capture in captures:
+        here: dict[tuple[Source, ...], list[HostRead]] = {}
+        for read in capture.reads:
+            if read.node is not None and not read.node.meta["ragged"] and find_float_decisions(read.node):
+                here.setdefault(read.call_stack, []).append(read)
+        for call_stack, reads in here.items():
+            reads_by_call.setdefault(call_stack, []).append(reads)
+    # a loop that waits for an activation has other numbers of rounds
+    differing = (many for many in reads_by_call.values() if len({tuple(r.value for r in reads) for reads in many}) > 1)
+    return next((many[0][0] for many in differing), None)
