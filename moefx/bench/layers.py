@@ -81,7 +81,7 @@ def measure(system: str, steps: int, layers: int, batch: int, length: int, has_p
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     generator = torch.Generator(device="cuda").manual_seed(1)
     ids = torch.randint(0, 32000, (steps, batch, length), device="cuda", generator=generator)
-    losses, times, hosts, held, peak = [], [], [], 0, 0
+    losses, times, hosts, held_bytes, peak = [], [], [], 0, 0
 
     def train(tokens: torch.Tensor) -> torch.Tensor:
         begin = time.perf_counter()
@@ -97,12 +97,12 @@ def measure(system: str, steps: int, layers: int, batch: int, length: int, has_p
     for step in range(steps):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        held, begin = torch.cuda.memory_allocated(), time.perf_counter()
+        held_bytes, begin = torch.cuda.memory_allocated(), time.perf_counter()
         loss = train(ids[step])
         times.append((time.perf_counter() - begin) * 1e3)
         first = first or time.perf_counter() - started
         losses.append(loss.item())
-        peak = torch.cuda.max_memory_allocated() - held
+        peak = torch.cuda.max_memory_allocated() - held_bytes
     ms, host_ms = (statistics.median(values[steps // 2 :]) for values in (times, hosts))
     row = dict(system=system, tokens=batch * length, ms=ms, host_ms=host_ms, first_step_s=first)
     row |= dict(peak_gib=peak / 2**30, losses=losses)
@@ -118,15 +118,15 @@ def measure(system: str, steps: int, layers: int, batch: int, length: int, has_p
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    made = build_parser("layers", __doc__)
-    made.add_argument("--systems", default=",".join(SYSTEMS))
-    made.add_argument("--steps", type=int, default=10)
-    made.add_argument("--layers", type=int, default=4)
-    made.add_argument("--batch", type=int, default=4)
-    made.add_argument("--length", type=int, default=4096)
-    made.add_argument("--profile", action="store_true", help="where the GPU's time goes")
-    made.add_argument("--here", action="store_true", help="in this process")
-    options = made.parse_args(argv)
+    parser = build_parser("layers", __doc__)
+    parser.add_argument("--systems", default=",".join(SYSTEMS))
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--profile", action="store_true", help="where the GPU's time goes")
+    parser.add_argument("--here", action="store_true", help="in this process")
+    options = parser.parse_args(argv)
     for system in options.systems.split(","):
         if not options.here:
             command = [sys.executable, "-m", __spec__.name, "--systems", system, "--here"]

@@ -63,14 +63,14 @@ class RepeatedExchange:
         )
 
 
-def list_levels(device: torch.device, node_size: int, above: Sequence[int]) -> list[tuple[TopologyLevel, int]]:
+def list_levels(device: torch.device, node_size: int, level_sizes: Sequence[int]) -> list[tuple[TopologyLevel, int]]:
     """List (level, ranks in a unit of the level), fine to coarse. Collective.
 
     Args:
-        above: numbers of ranks of the units above a node.
+        level_sizes: numbers of ranks of the units above a node.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("ep",))
-    axis = ExpertAxis(mesh, mesh, node_size, above)
+    axis = ExpertAxis(mesh, mesh, node_size, level_sizes)
     levels, units = [], 1
     for level in reversed(axis.levels):
         units *= level.size
@@ -114,8 +114,8 @@ def measure_spread(exchanges: Sequence[RepeatedExchange]) -> tuple[float, ...]:
 
     Sizes whose time is mostly latency count only if there are no others, because rows are larger.
     """
-    least = min(r.median for r in exchanges)
-    large = [r for r in exchanges if r.median > 2 * least] or list(exchanges)
+    fastest = min(r.median for r in exchanges)
+    large = [r for r in exchanges if r.median > 2 * fastest] or list(exchanges)
     ratios = sorted(s / r.median for r in large for s in r.seconds)
     ends = [round(i * len(ratios) / PARTS) for i in range(PARTS + 1)]
     parts = [ratios[begin:end] for begin, end in itertools.pairwise(ends)]

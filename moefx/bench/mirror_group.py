@@ -34,12 +34,12 @@ class MirrorGroup(dist.ProcessGroup):
         self.works = itertools.cycle([_QueuedWork(self.stream) for _ in range(64)])
 
     def alltoall_base(
-        self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
+        self, output: Tensor, rows: Tensor, received_counts: Sequence[int], sent_counts: Sequence[int], opts: Any = None
     ) -> Any:
         common = min(len(rows), len(output))
         if common < len(output):  # in a second hop the numbers of sent and received rows differ a little
             output[common:].zero_()
-        own_share = sent[0] / max(sum(sent), 1) if sent else 1 / self.size()
+        own_share = sent_counts[0] / max(sum(sent_counts), 1) if sent_counts else 1 / self.size()
         return self._copy(rows, output, common * (rows.nbytes // max(len(rows), 1)), rows.nbytes * (1 - own_share))
 
     def allgather_into_tensor_coalesced(

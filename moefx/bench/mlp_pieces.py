@@ -90,7 +90,7 @@ class MlpPieces:
         least, work)."""
         s, run, gemms = self.shape, self.run, self.list_kernels()
         rows, width, matrix, hidden = s.T * s.K, self.x.element_size(), s.E * s.d * s.h, s.parts * s.h
-        moved = {  # elements
+        num_moved = {  # elements
             "up": rows * (s.d + hidden + s.h) + s.parts * matrix,
             "down": rows * (s.h + s.d) + matrix,
             "act_backward": rows * (s.d + 2 * hidden + s.h) + matrix,
@@ -102,20 +102,20 @@ class MlpPieces:
         def gemm(name: str) -> tuple[int, int, Callable[[], object]]:
             matrices, work = gemms[name]
             tiles = self.choose_config(name)
-            return matrices * s.flops, moved[name] * width, lambda: work(tiles)
+            return matrices * s.flops, num_moved[name] * width, lambda: work(tiles)
 
-        combined = (0, (rows + s.T) * s.d * width)
+        combine_cost = (0, (rows + s.T) * s.d * width)
         scale = run.point.scale
         return {
             "routing": (0, rows * (8 + 4 + 4 * 4), self.route),
             "up": gemm("up"),
             "down": gemm("down"),
-            "combine": (*combined, lambda: run.combine(self.out, self.x.dtype, scale)),
+            "combine": (*combine_cost, lambda: run.combine(self.out, self.x.dtype, scale)),
             "act_backward": gemm("act_backward"),
             "grad_down": gemm("grad_down"),
             "grad_up": gemm("grad_up"),
             "grad_x": gemm("grad_x"),
-            "combine_backward": (*combined, lambda: run.combine(self.out, self.x.dtype, None)),
+            "combine_backward": (*combine_cost, lambda: run.combine(self.out, self.x.dtype, None)),
         }
 
     def list_parts(self) -> dict[str, dict[str, Callable[[], object]]]:

@@ -51,38 +51,40 @@ def compute_result_errors(inputs: Inputs, results: tuple[Tensor, ...]) -> dict[s
     weight gradients."""
     expert = int(torch.bincount(inputs.ids.reshape(-1)).argmax())
     out, grad_x, grad_weights, grad_w1, grad_w2 = results
-    some = torch.arange(0, inputs.shape.T, max(1, inputs.shape.T // 64), device=out.device)
-    x, weights = inputs.x[some].float().requires_grad_(), inputs.weights[some].detach().requires_grad_()
+    sample = torch.arange(0, inputs.shape.T, max(1, inputs.shape.T // 64), device=out.device)
+    x, weights = inputs.x[sample].float().requires_grad_(), inputs.weights[sample].detach().requires_grad_()
     total = torch.zeros_like(x)
     for k in range(inputs.shape.K):
-        for row, e in enumerate(inputs.ids[some, k].tolist()):
+        for row, e in enumerate(inputs.ids[sample, k].tolist()):
             y = inputs.w2[e].float() @ activation(inputs.shape, inputs.w1[e].float() @ x[row])
             total = total.index_add(0, torch.tensor([row], device=x.device), (y * weights[row, k])[None])
-    want_x, want_weights = torch.autograd.grad(total, (x, weights), inputs.grad[some].float())
+    want_x, want_weights = torch.autograd.grad(total, (x, weights), inputs.grad[sample].float())
     want_w1, want_w2 = compute_weight_gradients(inputs, expert)
     pairs = {
-        "out": (out[some].detach(), total),
-        "grad_x": (grad_x[some], want_x),
-        "grad_weights": (grad_weights[some], want_weights),
+        "out": (out[sample].detach(), total),
+        "grad_x": (grad_x[sample], want_x),
+        "grad_weights": (grad_weights[sample], want_weights),
         "grad_w1": (grad_w1[expert], want_w1),
         "grad_w2": (grad_w2[expert], want_w2),
     }
-    exact = {name: want.detach() for name, (_, want) in pairs.items()}
-    return {name: float((pairs[name][0].float() - want).norm() / want.norm()) for name, want in exact.items()}
+    exact = {name: expected.detach() for name, (_, expected) in pairs.items()}
+    return {
+        name: float((pairs[name][0].float() - expected).norm() / expected.norm()) for name, expected in exact.items()
+    }
 
 
 def saved_bytes(inputs: Inputs, work: Work) -> int:
     """Count the bytes that autograd keeps for a step's backward. Tensors that a function hides from autograd do not
     count."""
-    kept: list[Tensor] = []  # keeps the tensors alive, so that addresses stay unique
+    saved: list[Tensor] = []  # keeps the tensors alive, so that addresses stay unique
 
     def pack(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
+        saved.append(tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         work.step()
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
     weights = {t.untyped_storage().data_ptr() for t in (inputs.w1, inputs.w2)}
     return sum(size for at, size in storages.items() if at not in weights)
 
@@ -112,19 +114,19 @@ def measure(shape: Shape, peer: str, routing: str) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    made = build_parser("moe", __doc__)
-    add_shapes(made)
-    add_routings(made)
-    made.add_argument("--peers", default=",".join(PEERS), help=", ".join(PEERS))
-    made.add_argument(
+    parser = build_parser("moe", __doc__)
+    add_shapes(parser)
+    add_routings(parser)
+    parser.add_argument("--peers", default=",".join(PEERS), help=", ".join(PEERS))
+    parser.add_argument(
         "--ablation", dest="peers", action="store_const", const=",".join(ABLATION), help="; ".join(ABLATION)
     )
-    made.add_argument("--rounds", type=int, default=1, metavar="N", help="times to go through the peers")
-    made.add_argument("--here", action="store_true", help="in this process")
-    add_workers(made)
-    options = made.parse_args(argv)
-    if unknown := set(options.peers.split(",")) - (PEERS | ABLATION).keys():
-        made.error(f"no peer {', '.join(sorted(unknown))}; there is {', '.join(PEERS | ABLATION)}")
+    parser.add_argument("--rounds", type=int, default=1, metavar="N", help="times to go through the peers")
+    parser.add_argument("--here", action="store_true", help="in this process")
+    add_workers(parser)
+    options = parser.parse_args(argv)
+    if unknown_peers := set(options.peers.split(",")) - (PEERS | ABLATION).keys():
+        parser.error(f"no peer {', '.join(sorted(unknown_peers))}; there is {', '.join(PEERS | ABLATION)}")
     peers = options.peers.split(",")
     if options.share is not None:
         for peer, shape in itertools.product(peers, options.shapes):

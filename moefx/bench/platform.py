@@ -36,31 +36,33 @@ from .results import append_row, build_parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    made = build_parser("platform", __doc__, out="write the platform to this file (default: platform.json)")
-    made.set_defaults(out="platform.json")
+    parser = build_parser("platform", __doc__, out="write the platform to this file (default: platform.json)")
+    parser.set_defaults(out="platform.json")
     text = "device: no exchanges; exchanges: the device is --base's"
-    made.add_argument("--only", choices=["device", "exchanges"], help=text)
-    made.add_argument("--raw", metavar="FILE", help="every measurement too, a JSON line each, to this new file")
-    made.add_argument("--read", metavar="FILE", help="measure nothing: the platform of what --raw wrote")
-    made.add_argument("--plot", metavar="FILE", help="a picture of all repetitions; needs matplotlib")
-    made.add_argument("--name", default="here", help="of the platform (default: here)")
-    made.add_argument("--base", metavar="P", help=f"{', '.join(PLATFORMS)} or a file, for what cannot be measured here")
-    made.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda, where there is one")
-    made.add_argument(
+    parser.add_argument("--only", choices=["device", "exchanges"], help=text)
+    parser.add_argument("--raw", metavar="FILE", help="every measurement too, a JSON line each, to this new file")
+    parser.add_argument("--read", metavar="FILE", help="measure nothing: the platform of what --raw wrote")
+    parser.add_argument("--plot", metavar="FILE", help="a picture of all repetitions; needs matplotlib")
+    parser.add_argument("--name", default="here", help="of the platform (default: here)")
+    parser.add_argument(
+        "--base", metavar="P", help=f"{', '.join(PLATFORMS)} or a file, for what cannot be measured here"
+    )
+    parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda, where there is one")
+    parser.add_argument(
         "--dtype", choices=["bfloat16", "float16", "float32"], help="default: bfloat16; on the CPU float32"
     )
-    made.add_argument("--node-size", type=int, metavar="N", help="ranks of a node (default: LOCAL_WORLD_SIZE)")
-    made.add_argument("--levels", type=int, nargs="*", default=[], metavar="N", help="ranks of units above a node")
-    made.add_argument("--repeats", type=int, default=100, help="of each size of exchange (default: 100)")
-    made.add_argument("--seconds", type=float, default=10.0, help="that one size may take (default: 10)")
-    options = made.parse_args(argv)
+    parser.add_argument("--node-size", type=int, metavar="N", help="ranks of a node (default: LOCAL_WORLD_SIZE)")
+    parser.add_argument("--levels", type=int, nargs="*", default=[], metavar="N", help="ranks of units above a node")
+    parser.add_argument("--repeats", type=int, default=100, help="of each size of exchange (default: 100)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="that one size may take (default: 10)")
+    options = parser.parse_args(argv)
     if options.only == "exchanges" and not options.base:
-        made.error("--only exchanges measures no device: say whose it is with --base")
+        parser.error("--only exchanges measures no device: say whose it is with --base")
     if options.raw and Path(options.raw).exists():
-        made.error(f"--raw {options.raw} is there already, and a file holds one run")
+        parser.error(f"--raw {options.raw} is there already, and a file holds one run")
     base = find_platform(options.base) if options.base else None  # before minutes of work
     if options.plot and importlib.util.find_spec("matplotlib") is None:
-        made.error("--plot needs matplotlib: pip install 'moefx[plot]'")
+        parser.error("--plot needs matplotlib: pip install 'moefx[plot]'")
     if options.read:
         results = PlatformResults.read(options.read)
     else:
@@ -87,8 +89,8 @@ def _measure(options: Any, device: torch.device) -> PlatformResults:
     os.environ.setdefault("MOEFX_AUTOTUNE", "600")  # enough to tune the kernels of all shapes
     world = dist.get_world_size()
     machine = Machine(device, getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32")))
-    how = f"{machine.name}, {machine.dtype}, torch {torch.__version__}, {dist.get_backend()} over {world} ranks"
-    nodes, whole = resolve_node_size(options.node_size, world), dist.group.WORLD
+    description = f"{machine.name}, {machine.dtype}, torch {torch.__version__}, {dist.get_backend()} over {world} ranks"
+    nodes, world_group = resolve_node_size(options.node_size, world), dist.group.WORLD
     is_device, is_network = options.only != "exchanges", options.only != "device"
     levels = link_times.list_levels(device, nodes, options.levels) if is_network and world > 1 else []
     steps = Steps(dist.get_rank() == 0)
@@ -96,16 +98,16 @@ def _measure(options: Any, device: torch.device) -> PlatformResults:
         steps.tell("a copy and a large GEMM, which say what sizes suit this device")
     shapes = machine.shapes if is_device else []
     steps.total = len(levels) + is_network + (3 + len(shapes) if is_device else 0)
-    alone = _measure_device(machine, steps) if is_device else None
+    device_results = _measure_device(machine, steps) if is_device else None
     if not is_network:
-        return PlatformResults(how, alone)
+        return PlatformResults(description, device_results)
     exchanges: list[RepeatedExchange] = []
     for level, unit in levels:
         steps.tell(f"exchanges between {level.size} {'ranks of a node' if unit <= nodes else 'units'}")
         exchanges += link_times.measure_level(level, unit, nodes, device, options.repeats, options.seconds)
     steps.tell("packing rows")
-    assert whole is not None
-    return PlatformResults(how, alone, measure_handling(whole.group_name, device), exchanges)
+    assert world_group is not None
+    return PlatformResults(description, device_results, measure_handling(world_group.group_name, device), exchanges)
 
 
 class Steps:
@@ -116,9 +118,11 @@ class Steps:
 
     def tell(self, text: str) -> None:
         self.number += 1
-        of, seconds = f" of {self.total}" if self.total else "", time.perf_counter() - self._begin
+        of_total, seconds = f" of {self.total}" if self.total else "", time.perf_counter() - self._begin
         if self.is_told:
-            print(f"bench platform: {seconds:4.0f} s, step {self.number}{of}: {text}", file=sys.stderr, flush=True)
+            print(
+                f"bench platform: {seconds:4.0f} s, step {self.number}{of_total}: {text}", file=sys.stderr, flush=True
+            )
 
 
 def _measure_device(machine: Machine, steps: Steps) -> DeviceResults:
@@ -145,8 +149,8 @@ def _join(kind: str | None) -> torch.device:
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     options: dict[str, Any] = {"device_id": device} if cuda else {}
     if "RANK" not in os.environ:
-        alone = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-        options |= dict(store=alone, rank=0, world_size=1)
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        options |= dict(store=store, rank=0, world_size=1)
     dist.init_process_group(backend, **options)
     return device
 

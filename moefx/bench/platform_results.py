@@ -85,14 +85,17 @@ class PlatformResults:
             items: list[tuple[str, Any]] = [
                 (kind, _rename_old_keys(values)) for kind, values in (next(iter(row.items())) for row in lines)
             ]
-            of = {key: [values for name, values in items if name == key] for key, _ in items}
-            (run,) = of["run"]
+            entries = {key: [values for name, values in items if name == key] for key, _ in items}
+            (run,) = entries["run"]
             device = None
-            if "device" in of:
-                gemms, attention = [GemmTime(**x) for x in of["gemm"]], [AttentionTime(**x) for x in of["attention"]]
-                experts = [ExpertTime(parse_shape(x.pop("shape")), **x) for x in of["experts"]]
-                device = DeviceResults(**of["device"][0], gemms=gemms, attention=attention, experts=experts)
-            return cls(**run, device=device, exchanges=[RepeatedExchange(**x) for x in of.get("exchange", [])])
+            if "device" in entries:
+                gemms, attention = (
+                    [GemmTime(**x) for x in entries["gemm"]],
+                    [AttentionTime(**x) for x in entries["attention"]],
+                )
+                experts = [ExpertTime(parse_shape(x.pop("shape")), **x) for x in entries["experts"]]
+                device = DeviceResults(**entries["device"][0], gemms=gemms, attention=attention, experts=experts)
+            return cls(**run, device=device, exchanges=[RepeatedExchange(**x) for x in entries.get("exchange", [])])
         except OSError as error:
             raise InvalidInput(f"no file {path}: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
@@ -125,7 +128,7 @@ class PlatformResults:
 
     def networks(self) -> list[Network]:
         """Return the measured networks, fine to coarse."""
-        made = []
+        fitted = []
         levels = itertools.groupby(self.exchanges, lambda exchange: (exchange.unit, exchange.is_node))
         for i, ((unit, is_node), group) in enumerate(levels):
             at_level = list(group)
@@ -134,8 +137,8 @@ class PlatformResults:
             _, p2p = link_times.fit_medians(sends)
             name = _LEVELS[min(i if is_node else max(i, 1), len(_LEVELS) - 1)]
             spread = link_times.measure_spread(exchanges)
-            made.append(Network(name, unit, bandwidth, latency, p2p, f"measured: {self.how}", spread))
-        return made
+            fitted.append(Network(name, unit, bandwidth, latency, p2p, f"measured: {self.how}", spread))
+        return fitted
 
 
 def _rename_old_keys(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,19 +178,21 @@ def join_networks(measured: Sequence[Network], base: Platform | None, copy: floa
         raise InvalidInput(
             f"platform {base.name} has {len(base.networks)} levels, and {len(measured)} were measured: leave it out"
         )
-    renamed = [
+    networks = [
         dataclasses.replace(new, name=old.name, ranks=old.ranks)
         for new, old in zip(measured, base.networks[: len(measured)], strict=True)
     ]
-    return (*renamed, *base.networks[len(renamed) :])
+    return (*networks, *base.networks[len(networks) :])
 
 
-def format_report(results: PlatformResults, made: Platform) -> str:
+def format_report(results: PlatformResults, platform: Platform) -> str:
     """Format the measurements, and the errors of the fitted rates."""
-    return "\n".join([*(_format_device(results.device, made) if results.device else []), *map(str, results.exchanges)])
+    return "\n".join(
+        [*(_format_device(results.device, platform) if results.device else []), *map(str, results.exchanges)]
+    )
 
 
-def _format_device(device: DeviceResults, made: Platform) -> list[str]:
+def _format_device(device: DeviceResults, platform: Platform) -> list[str]:
     lines = [f"{device.name}: {device.memory_bytes / 2**30:.1f} GiB, {device.overhead / 2**30:.2f} of them in use"]
     lines.append(f"copy        {device.copy / 1e9:9.1f} GB/s, read and written together")
     for group, choose in (("fastest", max), ("slowest", min)):
@@ -200,10 +205,10 @@ def _format_device(device: DeviceResults, made: Platform) -> list[str]:
     for shape, seconds, is_step in device.experts:
         speed = (3 if is_step else 1) * shape.matrices * shape.flops / seconds / 1e12
         lines.append(f"experts     {speed:9.3f} TFLOP/s, {shape.name}, {'and backward' if is_step else 'forward'}")
-    again = {
-        "GEMMs": compute_gemm_errors(device.gemms, made),
-        "experts": list(compute_expert_errors(device.experts, made).values()),
+    errors_by_group = {
+        "GEMMs": compute_gemm_errors(device.gemms, platform),
+        "experts": list(compute_expert_errors(device.experts, platform).values()),
     }
-    for group, wrong in again.items():
-        lines.append(f"rates of {group} say these times again to {min(wrong):+.1%} .. {max(wrong):+.1%}")
+    for group, errors in errors_by_group.items():
+        lines.append(f"rates of {group} say these times again to {min(errors):+.1%} .. {max(errors):+.1%}")
     return lines

@@ -79,14 +79,14 @@ def fit_dense_rates(gemms: Sequence[GemmTime], peak: float) -> dict[str, float]:
     """
     ordered = sorted(gemms, key=lambda g: g.flop / g.operands)
     parts = [(g.flop * 1e-12 / g.seconds, g.operands * 1e-12 / g.seconds, 1e-6 / g.seconds) for g in ordered]
-    tried = []
-    for bound in range(len(parts) + 1):  # the first `bound` GEMMs are limited by operands, the others by FLOP
+    fits = []
+    for num_operand_bound in range(len(parts) + 1):  # the first ones; FLOP limit the others
         gemm, rows, launch = fit_shares(
-            [(0.0, v, t) if i < bound else (f, 0.0, t) for i, (f, v, t) in enumerate(parts)]
+            [(0.0, v, t) if i < num_operand_bound else (f, 0.0, t) for i, (f, v, t) in enumerate(parts)]
         )
-        wrong = sum((max(f * gemm, v * rows) + t * launch - 1) ** 2 for f, v, t in parts)
-        tried.append((wrong, gemm, rows, launch))
-    _, gemm, rows, launch = min(tried)
+        error = sum((max(f * gemm, v * rows) + t * launch - 1) ** 2 for f, v, t in parts)
+        fits.append((error, gemm, rows, launch))
+    _, gemm, rows, launch = min(fits)
     return {"matmul_efficiency": min(_rate(gemm) / peak, 1.0), "dense_rows": _rate(rows), "dense_launch": launch * 1e-6}
 
 
@@ -106,9 +106,9 @@ def fit_link(num_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[floa
     Args:
         num_bytes, seconds: bytes that left each rank, and seconds, of each exchange.
     """
-    points, least = list(zip(num_bytes, seconds, strict=True)), min(seconds)
-    short = [(n, s) for n, s in points if s <= 2 * least]
-    long = [(n, s) for n, s in points if s > 2 * least]
+    points, fastest = list(zip(num_bytes, seconds, strict=True)), min(seconds)
+    short = [(n, s) for n, s in points if s <= 2 * fastest]
+    long = [(n, s) for n, s in points if s > 2 * fastest]
     latency, per_byte = statistics.median(s for _, s in short), 0.0
     for _ in range(50 if long else 0):  # alternate until both converge
         per_byte = max(statistics.median((s - latency) / n for n, s in long), 0.0)
@@ -122,14 +122,14 @@ def fit_shares(parts: Sequence[Sequence[float]]) -> list[float]:
     A part whose factor would be negative gets 0.
     """
     table = torch.tensor(parts, dtype=torch.float64)
-    kept = list(range(table.shape[1]))
+    kept_columns = list(range(table.shape[1]))
     while True:
         ones = torch.ones(len(table), 1, dtype=torch.float64)
-        solution = torch.linalg.lstsq(table[:, kept], ones, driver="gelsd").solution[:, 0]
-        if float(solution.min()) >= 0 or len(kept) == 1:
+        solution = torch.linalg.lstsq(table[:, kept_columns], ones, driver="gelsd").solution[:, 0]
+        if float(solution.min()) >= 0 or len(kept_columns) == 1:
             break
-        kept.pop(int(solution.argmin()))
-    factors = dict(zip(kept, solution.tolist(), strict=True))
+        kept_columns.pop(int(solution.argmin()))
+    factors = dict(zip(kept_columns, solution.tolist(), strict=True))
     return [factors.get(i, 0.0) for i in range(table.shape[1])]
 
 
@@ -154,12 +154,12 @@ def compute_expert_errors(times: Iterable[ExpertTime], platform: Platform) -> di
 
 def _compute_part_seconds(time: ExpertTime) -> tuple[float, float, float, float]:
     """Compute the seconds of each part alone, at a TFLOP or TB a second, or with launches of a microsecond."""
-    alone = []
-    for chosen in ("v_gemm", "v_rows", "v_weights", "t_launch"):
+    part_seconds = []
+    for rate_name in ("v_gemm", "v_rows", "v_weights", "t_launch"):
         rates = {"v_gemm": FREE, "v_rows": FREE, "v_weights": FREE, "t_launch": 0.0}
-        rates[chosen] = 1e-6 if chosen == "t_launch" else 1e12
-        alone.append(_evaluate_forward(time.shape, rates)["T_experts_step" if time.is_step else "T_experts"])
-    return tuple(alone)  # type: ignore[return-value]
+        rates[rate_name] = 1e-6 if rate_name == "t_launch" else 1e12
+        part_seconds.append(_evaluate_forward(time.shape, rates)["T_experts_step" if time.is_step else "T_experts"])
+    return tuple(part_seconds)  # type: ignore[return-value]
 
 
 def _evaluate_forward(shape: Shape, rates: dict[str, float]) -> dict[str, float]:

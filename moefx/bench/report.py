@@ -51,11 +51,11 @@ def read_results(path: Path) -> tuple[Mapping[str, Any], Results]:
 
 def _merge_rounds(rounds: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return the medians of the rounds that succeeded, or the last round if none did."""
-    succeeded = [row for row in rounds if "error" not in row]
-    if not succeeded:
+    successes = [row for row in rounds if "error" not in row]
+    if not successes:
         return rounds[-1]
-    medians = {m: statistics.median(row[m] for row in succeeded) for m in METRICS if m in succeeded[0]}
-    return {**succeeded[-1], **medians}
+    medians = {m: statistics.median(row[m] for row in successes) for m in METRICS if m in successes[0]}
+    return {**successes[-1], **medians}
 
 
 def list_peers(results: Results) -> list[str]:
@@ -68,14 +68,14 @@ def format_tables(results: Results) -> str:
     lines = []
     names = {case: _format_row_name(*case) for case in results}
     width = max(map(len, names.values()), default=0)
-    for metric, (title, how) in METRICS.items():
+    for metric, (title, number_format) in METRICS.items():
         peers = [peer for peer in list_peers(results) if any(metric in rows.get(peer, {}) for rows in results.values())]
         if metric not in ("step_ms", "forward_ms"):
             peers = [peer for peer in peers if peer != CEILING]  # the ceiling keeps no tensors for a real backward
         if peers:
             lines += [title, " " * width + "".join(f"{peer:>20}" for peer in peers)]
             for case, rows in results.items():
-                cells = (f"{_format_cell(rows, peer, metric, how):>20}" for peer in peers)
+                cells = (f"{_format_cell(rows, peer, metric, number_format):>20}" for peer in peers)
                 lines.append(f"{names[case]:{width}}" + "".join(cells))
             lines.append("")
     for case, rows in results.items():
@@ -87,11 +87,11 @@ def _format_row_name(shape: str, routing: str) -> str:
     return shape if routing == "uniform" else f"{shape} {routing}"
 
 
-def _format_cell(rows: Rows, peer: str, metric: str, how: str) -> str:
+def _format_cell(rows: Rows, peer: str, metric: str, number_format: str) -> str:
     if metric not in rows.get(peer, {}):
         return "-"
     part = compute_ceiling_fraction(rows, peer) if metric == "step_ms" and peer != CEILING else None
-    return f"{rows[peer][metric]:{how}}" + (f" ({part:.2f})" if part else "")
+    return f"{rows[peer][metric]:{number_format}}" + (f" ({part:.2f})" if part else "")
 
 
 def _list_slowest(results: Results) -> list[str]:
@@ -137,8 +137,10 @@ def plot(environment: Mapping[str, Any], results: Results, path: Path) -> None:
         axes.set_xticks(range(len(shapes)), shapes, rotation=20)
         axes.set_ylabel(f"part of the ceiling\n{routing} routing")
     devices, versions = environment.get("devices", {}), environment.get("versions", {})
-    where = ", ".join([devices.get("accelerator", "?"), *(f"{n} {versions.get(n, '?')}" for n in ("torch", "triton"))])
-    figure.suptitle(f"MoE MLP, forward with backward, bfloat16; ceiling: batched GEMMs alone\n{where}", fontsize=10)
+    subtitle = ", ".join(
+        [devices.get("accelerator", "?"), *(f"{n} {versions.get(n, '?')}" for n in ("torch", "triton"))]
+    )
+    figure.suptitle(f"MoE MLP, forward with backward, bfloat16; ceiling: batched GEMMs alone\n{subtitle}", fontsize=10)
     patches = [Patch(color=color, label=peer) for peer, color in colors.items()]
     figure.legend(handles=patches, loc="outside lower center", ncols=4, fontsize=8)
     figure.savefig(path, dpi=150)

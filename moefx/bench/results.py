@@ -25,21 +25,21 @@ def build_parser(
         out: help text of `--out`.
     """
     formatter = argparse.RawDescriptionHelpFormatter
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog=f"python -m moefx bench {name}", description=description, formatter_class=formatter
     )
-    made.add_argument("--out", default=None, help=out)
-    return made
+    parser.add_argument("--out", default=None, help=out)
+    return parser
 
 
-def add_shapes(made: argparse.ArgumentParser) -> None:
+def add_shapes(parser: argparse.ArgumentParser) -> None:
     text = "by name, name@T or TxdxhxExK; with /silu behind it without a gate"
-    made.add_argument("--shapes", type=_parse_shapes, default=SHAPES, metavar="LIST", help=text)
+    parser.add_argument("--shapes", type=_parse_shapes, default=SHAPES, metavar="LIST", help=text)
 
 
-def add_routings(made: argparse.ArgumentParser) -> None:
+def add_routings(parser: argparse.ArgumentParser) -> None:
     text = "uniform, zipf, hot: one expert is everybody's first choice"
-    made.add_argument("--routing", type=lambda text: text.split(","), default=["uniform"], metavar="LIST", help=text)
+    parser.add_argument("--routing", type=lambda text: text.split(","), default=["uniform"], metavar="LIST", help=text)
 
 
 def _parse_shapes(text: str) -> list[Shape]:
@@ -49,9 +49,9 @@ def _parse_shapes(text: str) -> list[Shape]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def add_workers(made: argparse.ArgumentParser) -> None:
-    made.add_argument("--workers", type=int, default=12, metavar="N", help="processes that compile kernels first")
-    made.add_argument("--share", type=int, default=None, help=argparse.SUPPRESS)
+def add_workers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--workers", type=int, default=12, metavar="N", help="processes that compile kernels first")
+    parser.add_argument("--share", type=int, default=None, help=argparse.SUPPRESS)
 
 
 def compile_in_parallel(module: str, arguments: Sequence[str], workers: int) -> float:

@@ -22,9 +22,9 @@ def measure_stages(case: MlpPieces) -> list[dict[str, object]]:
     """Measure each stage of a step; a row for each."""
     rows, stages = [], case.list_stages()
     settle(lambda: [work() for _, _, work in stages.values()])
-    for name, (flops, moved, work) in stages.items():
+    for name, (flops, num_bytes, work) in stages.items():
         ms = milliseconds(work)
-        rows.append(dict(stage=name, ms=ms, tflops=flops / ms / 1e9, gbs=moved / ms / 1e6))
+        rows.append(dict(stage=name, ms=ms, tflops=flops / ms / 1e9, gbs=num_bytes / ms / 1e6))
     return rows
 
 
@@ -48,19 +48,19 @@ def measure_ceilings() -> list[dict[str, object]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    made = build_parser("stages", __doc__)
-    add_shapes(made)
-    add_routings(made)
-    made.add_argument("--forward", action="store_true", help="the parts of a forward, beside torch's grouped_mm")
-    options = made.parse_args(argv)
-    measured = [] if options.forward else [("this GPU", "", measure_ceilings())]
+    parser = build_parser("stages", __doc__)
+    add_shapes(parser)
+    add_routings(parser)
+    parser.add_argument("--forward", action="store_true", help="the parts of a forward, beside torch's grouped_mm")
+    options = parser.parse_args(argv)
+    tables = [] if options.forward else [("this GPU", "", measure_ceilings())]
     for shape in options.shapes:
         for kind in options.routing:
             case = MlpPieces(shape, kind=kind)
-            measured.append((shape.name, kind, measure_forward(case) if options.forward else measure_stages(case)))
+            tables.append((shape.name, kind, measure_forward(case) if options.forward else measure_stages(case)))
             del case
             torch.cuda.empty_cache()
-    for shape, kind, rows in measured:
+    for shape, kind, rows in tables:
         print(f"{shape} {kind}")
         for row in rows:
             details = row["system"] if options.forward else f"{row['tflops']:7.0f} TFLOP/s {row['gbs']:7.0f} GB/s"

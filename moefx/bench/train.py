@@ -152,17 +152,17 @@ def predict(system: str, layers: int, sequences: int, length: int, ranks: int) -
     milliseconds = {name: 1e3 * seconds for name, seconds in parts.items()}
     total = sum(milliseconds.values()) - milliseconds.get("T_optimizer", 0.0)
     flop = compute_flop_per_token(model, length) * sequences * length / ranks
-    found = dict(predicted_ms=total, ideal_ms=1e3 * flop / platform.peak)
-    return found | (dict(predicted_bubble_ms=milliseconds.get("T_bubble", 0.0)) if kind == "pp" else {})
+    prediction = dict(predicted_ms=total, ideal_ms=1e3 * flop / platform.peak)
+    return prediction | (dict(predicted_bubble_ms=milliseconds.get("T_bubble", 0.0)) if kind == "pp" else {})
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    made = build_parser("train", __doc__)
-    made.add_argument("--systems", default=",".join(SYSTEMS))
-    made.add_argument("--layers", type=int, default=8)
-    made.add_argument("--sequences", type=int, default=8, help="of a step, over all GPUs")
-    made.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
-    options = made.parse_args(argv)
+    parser = build_parser("train", __doc__)
+    parser.add_argument("--systems", default=",".join(SYSTEMS))
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--sequences", type=int, default=8, help="of a step, over all GPUs")
+    parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
+    options = parser.parse_args(argv)
     if "LOCAL_RANK" not in os.environ:
         raise SystemExit("bench train: run it with torchrun, a process for each GPU")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -174,8 +174,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         row["mfu"] = row.pop("ideal_ms") / row["ms"]
         _free_memory()
         if system.startswith("pp"):
-            twice = measure(system, options.layers, 2 * options.sequences, options.length)
-            row["bubble_ms"] = 2 * row["gradients_ms"] - twice["gradients_ms"]
+            double_batch = measure(system, options.layers, 2 * options.sequences, options.length)
+            row["bubble_ms"] = 2 * row["gradients_ms"] - double_batch["gradients_ms"]
             _free_memory()
         if dist.get_rank() == 0:
             numbers = "  ".join(f"{name} {value:.4g}" for name, value in row.items() if isinstance(value, float))

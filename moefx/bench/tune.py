@@ -47,14 +47,14 @@ def compile_share(shapes: list[Shape], kernels: list[str], share: int, num_share
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    made = build_parser("tune", __doc__)
-    add_shapes(made)
-    made.add_argument("--kernels", default=",".join(KERNELS))
-    add_workers(made)
-    made.add_argument("--rounds", type=int, default=5)
-    made.add_argument("--seconds", type=float, default=480)
-    made.add_argument("--table", default=None, help="the best of each, as lines of the tuning table")
-    options = made.parse_args(argv)
+    parser = build_parser("tune", __doc__)
+    add_shapes(parser)
+    parser.add_argument("--kernels", default=",".join(KERNELS))
+    add_workers(parser)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=480)
+    parser.add_argument("--table", default=None, help="the best of each, as lines of the tuning table")
+    options = parser.parse_args(argv)
     shapes, kernels = options.shapes, options.kernels.split(",")
     begin = time.time()
     if options.share is not None:
@@ -68,9 +68,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             if kernel not in kernels:
                 continue
             candidates = list_candidates(kernel, torch.device("cuda"), torch.bfloat16)
-            left = options.seconds - (time.time() - begin)
+            seconds_left = options.seconds - (time.time() - begin)
             times, is_complete = time_candidates(
-                candidates, work, rounds=options.rounds, repeats=3, seconds=left, settled=_SETTLED
+                candidates, work, rounds=options.rounds, repeats=3, seconds=seconds_left, settled=_SETTLED
             )
             if not is_complete:
                 return print("out of time")
