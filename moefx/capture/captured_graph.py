@@ -32,15 +32,15 @@ def build_captured_graph(name: str, capture: Capture, inputs: Sequence[str]) -> 
         The graph; None if it has more than `MAX_NODES` operations, as a loop over hundreds of experts does.
     """
     results = [leaf for leaf in pytree.tree_leaves(capture.out) if isinstance(leaf, fx.Node)]
-    written = [leaf for effect in capture.effects for leaf in pytree.tree_leaves(effect.node)]
-    needed = collect_ancestors(*results, *(leaf for leaf in written if isinstance(leaf, fx.Node)))
-    if len(needed) > MAX_NODES:
+    written_values = [leaf for effect in capture.effects for leaf in pytree.tree_leaves(effect.node)]
+    needed_nodes = collect_ancestors(*results, *(leaf for leaf in written_values if isinstance(leaf, fx.Node)))
+    if len(needed_nodes) > MAX_NODES:
         return None
     graph, copies = fx.Graph(), {}
     for node in capture.graph.nodes:
-        if node in needed:
+        if node in needed_nodes:
             copies[node] = _copy_node(graph, node, copies)
-        if node in needed and node.op == "placeholder":
+        if node in needed_nodes and node.op == "placeholder":
             copies[node].name = inputs[node.meta["position"]]
     outputs = [copies[node] for node in results]
     graph.output(outputs[0] if len(outputs) == 1 else tuple(outputs))

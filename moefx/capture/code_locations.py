@@ -85,8 +85,8 @@ def _locate_frame(frame: types.FrameType) -> Source:
         if len(_sources) > 1 << 14:
             _sources.clear()
         positions = getattr(code, "co_positions", None)  # since Python 3.11, which also introduced specialization
-        where = next(itertools.islice(positions(), instruction // 2, None)) if positions else (None,)
-        span: Any = None if None in where else where
+        position = next(itertools.islice(positions(), instruction // 2, None)) if positions else (None,)
+        span: Any = None if None in position else position
         offset = instruction if span is None else hash(span)
         _sources[key] = code, Source(code.co_filename, frame.f_lineno, offset, span)
     return _sources[key][1]
@@ -205,11 +205,11 @@ def is_internal_error(error: BaseException) -> bool:
     """Return whether an error is a bug of this package: not raised on purpose, nor by the program's code or ops."""
     if isinstance(error, MoefxError):
         return False
-    trace = asking = error.__traceback__
+    trace = caller = error.__traceback__
     while trace is not None and trace.tb_next is not None:
-        trace, asking = trace.tb_next, trace
+        trace, caller = trace.tb_next, trace
     if trace is not None and isinstance(error, AttributeError) and _find_opcode(trace) == "RAISE_VARARGS":
-        trace = asking  # a stand-in lacks an attribute
+        trace = caller  # a stand-in lacks an attribute
     if trace is None or not trace.tb_frame.f_code.co_filename.startswith(PACKAGE_DIR):
         return False
     return isinstance(error, _BUG_TYPES) or not _find_opcode(trace).startswith(("CALL", "PRECALL", "RAISE_VARARGS"))

@@ -90,12 +90,14 @@ def capture_block(
     try:
         tracer.named |= install_copies(block, make_copy)
         attributes = snapshot.list_attributes()
-        out, drawn = _run_block(tracer, block, state, args, kwargs, snapshot)
+        out, random_draws = _run_block(tracer, block, state, args, kwargs, snapshot)
         with torch.DisableTorchFunction():
             effects = collect_effects(tracer, snapshot.modules, attributes, initial_tensors, state, inputs)
-            effects += _collect_records(tracer, snapshot, out, drawn)
-            written = {e.node: t for e in effects if e.kind == "input" for _, t, node in inputs if e.target is node}
-            out = open_dataclasses(out, lambda t: _find_result_node(tracer, t, written))
+            effects += _collect_records(tracer, snapshot, out, random_draws)
+            written_inputs = {
+                e.node: t for e in effects if e.kind == "input" for _, t, node in inputs if e.target is node
+            }
+            out = open_dataclasses(out, lambda t: _find_result_node(tracer, t, written_inputs))
             tracer.refuse_lost_gradients([n for n in pytree.tree_leaves(out) if isinstance(n, fx.Node)])
     finally:
         snapshot.restore()
@@ -153,11 +155,11 @@ class _Snapshot:
         self.outside.restore()
 
 
-def _collect_records(tracer: Tracer, snapshot: _Snapshot, out: Any, drawn: list[str]) -> list[Effect]:
+def _collect_records(tracer: Tracer, snapshot: _Snapshot, out: Any, random_draws: list[str]) -> list[Effect]:
     """Return the effects of a run that a graph cannot repeat.
 
     Args:
-        drawn: the names of the random generators that the run used.
+        random_draws: the names of the random generators that the run used.
     """
     foreign = [tracer.named.get(i, "a tensor that is no buffer") for i in tracer.overwritten]
     new_attributes = {key for t in collect_tensors(out) for key in vars(t).keys() - _list_fake_attributes()}
@@ -165,7 +167,7 @@ def _collect_records(tracer: Tracer, snapshot: _Snapshot, out: Any, drawn: list[
         *snapshot.find_registry_changes(),
         *(_describe_record(tracer, snapshot, path) for path in snapshot.outside.list_changes()),
         *(Effect("record", path, None) for path in foreign),
-        *(Effect("draw", name, None) for name in drawn),
+        *(Effect("draw", name, None) for name in random_draws),
         *(Effect("record", f"the attribute {key} of a tensor", None) for key in new_attributes),
     ]
 
@@ -267,14 +269,14 @@ def _list_fake_attributes() -> set[str]:
         return set(vars(torch.empty(1, dtype=torch.float32).view(1)))
 
 
-def _find_result_node(tracer: Tracer, t: torch.Tensor, written: dict[fx.Node, torch.Tensor]) -> fx.Node:
+def _find_result_node(tracer: Tracer, t: torch.Tensor, written_inputs: dict[fx.Node, torch.Tensor]) -> fx.Node:
     """Return the node of a result. If the result is a copy of an input, clone the input's node.
 
     Args:
-        written: the tensors of inputs that the block wrote to, by their new nodes.
+        written_inputs: the tensors of inputs that the block wrote to, by their new nodes.
     """
     node = tracer.node_of(t)
-    if (node.op == "placeholder" and node.meta["val"] is not t and is_float(t)) or written.get(node, t) is not t:
+    if (node.op == "placeholder" and node.meta["val"] is not t and is_float(t)) or written_inputs.get(node, t) is not t:
         node = tracer.emit(aten.clone.default, (node,), {})
         tracer.describe(node, t, False)
     return node

@@ -60,16 +60,16 @@ def use_device_autocast(device: str, dtype: torch.dtype | None) -> Iterator[None
 
 def get_autocast_dtype() -> torch.dtype | None:
     """Return the dtype of autocast at the current line of a block; None if it is off."""
-    device, outside = get_device_state()
-    if device != "cpu" and (there := _read_dtype(device)) != outside:
-        return there
+    device, outer_dtype = get_device_state()
+    if device != "cpu" and (dtype := _read_dtype(device)) != outer_dtype:
+        return dtype
     return _read_dtype("cpu")  # a block whose autocast takes the device of a tensor sees the CPU
 
 
 def is_changed_by_block() -> bool:
     """Return whether the block has switched autocast on or off here, for any device that it may run on."""
-    device, outside = get_device_state()
-    if _read_dtype("cpu") != outside or (device != "cpu" and _read_dtype(device) != outside):
+    device, outer_dtype = get_device_state()
+    if _read_dtype("cpu") != outer_dtype or (device != "cpu" and _read_dtype(device) != outer_dtype):
         return True
     return device != "cuda" and _read_dtype("cuda") is not None
 
@@ -112,11 +112,11 @@ def cast_arguments(
     if not _is_listed(func, device):
         return None
     floats = [t for t in collect_tensors((args, kwargs)) if t.is_floating_point()]
-    casts, without, result = _find_casting(func, args, kwargs, device, dtype)
-    if not casts and result != without:  # autocast sets a `dtype`, or the function has casts of its own
-        casts = [result if t.dtype in _LOW else None for t in floats]
-    wanted = {id(t): to for t, to in zip(floats, casts, strict=False) if to not in (None, t.dtype)}
-    args, kwargs = map_tensors((args, kwargs), lambda t: cast(t, wanted[id(t)]) if id(t) in wanted else t)
+    casts, plain_dtype, result_dtype = _find_casting(func, args, kwargs, device, dtype)
+    if not casts and result_dtype != plain_dtype:  # autocast sets a `dtype`, or the function has casts of its own
+        casts = [result_dtype if t.dtype in _LOW else None for t in floats]
+    dtype_by_id = {id(t): to for t, to in zip(floats, casts, strict=False) if to not in (None, t.dtype)}
+    args, kwargs = map_tensors((args, kwargs), lambda t: cast(t, dtype_by_id[id(t)]) if id(t) in dtype_by_id else t)
     return args, kwargs
 
 
@@ -190,10 +190,10 @@ def _list_composites() -> frozenset[str]:
 class _Casts(TorchDispatchMode):
     """Records the dtypes that some tensors are cast to."""
 
-    def __init__(self, watched: list[torch.Tensor]):
+    def __init__(self, tensors: list[torch.Tensor]):
         super().__init__()
-        self.index = {id(t): i for i, t in enumerate(watched)}
-        self.dtypes: list[torch.dtype | None] = [None] * len(watched)
+        self.index = {id(t): i for i, t in enumerate(tensors)}
+        self.dtypes: list[torch.dtype | None] = [None] * len(tensors)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -225,16 +225,16 @@ def _run_on_device(func: Any, args: tuple, kwargs: dict[str, Any], device: str, 
     with FakeTensorMode(), torch.no_grad():
         args, kwargs = map_tensors((args, kwargs), lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))
         floats = [t for t in collect_tensors((args, kwargs)) if t.is_floating_point()]
-        without = None
+        plain_dtype = None
         with _set_autocast(device, None), _Casts(floats) as before, suppress_program_errors():  # mixed dtypes
-            without = _result_dtype(call(*args, **kwargs))
+            plain_dtype = _result_dtype(call(*args, **kwargs))
         try:
             with _set_autocast(device, dtype), _Casts(floats) as casts:
                 result = _result_dtype(call(*args, **kwargs))
         except Exception as error:
             raise CaptureError(f"the effect of autocast on {func} on {device} is unknown: {error}") from None
     # The function makes casts of its own here, too.
-    return casts.dtypes if casts.dtypes != before.dtypes else [], without, result
+    return casts.dtypes if casts.dtypes != before.dtypes else [], plain_dtype, result
 
 
 def _result_dtype(out: Any) -> torch.dtype | None:

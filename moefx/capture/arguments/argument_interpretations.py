@@ -25,8 +25,8 @@ def interpret_arguments(args: tuple, kwargs: dict[str, Any], numbers: ModelNumbe
     first = Arguments(args, kwargs, numbers=numbers)
     yield first
     yield Arguments(args, kwargs, feature=1, numbers=numbers)
-    others = itertools.chain(_rename_axes(first, args, kwargs, ()), _fix_dims(first, args, kwargs))
-    yield from itertools.islice(others, MAX_INTERPRETATIONS)
+    alternatives = itertools.chain(_rename_axes(first, args, kwargs, ()), _fix_dims(first, args, kwargs))
+    yield from itertools.islice(alternatives, MAX_INTERPRETATIONS)
 
 
 def interpret_batch_of_one(first: Arguments, args: tuple, kwargs: dict[str, Any]) -> Arguments | None:
@@ -45,16 +45,16 @@ def interpret_batch_of_one(first: Arguments, args: tuple, kwargs: dict[str, Any]
 def _rename_axes(first: Arguments, args: tuple, kwargs: dict[str, Any], fixed: tuple[str, ...]) -> Iterator[Arguments]:
     changes = [(axis, name) for axis, names in first.axis_interpretations.items() for name in names[1:]]
     for count in range(1, len(first.axis_interpretations) + 1):
-        for chosen in itertools.combinations(changes, count):
-            names: dict[Axis, int | str] = dict(chosen)
+        for combination in itertools.combinations(changes, count):
+            names: dict[Axis, int | str] = dict(combination)
             if len(names) == count:
                 yield Arguments(args, kwargs, numbers=first.numbers, fixed=fixed, names=names)
 
 
 def _fix_dims(first: Arguments, args: tuple, kwargs: dict[str, Any]) -> Iterator[Arguments]:
     for count in range(1, len(first.token_dims)):
-        for fixed in itertools.combinations(reversed(first.token_dims), count):
-            yield Arguments(args, kwargs, numbers=first.numbers, fixed=fixed)
+        for fixed_dims in itertools.combinations(reversed(first.token_dims), count):
+            yield Arguments(args, kwargs, numbers=first.numbers, fixed=fixed_dims)
 
 
 __all__ = ["interpret_arguments", "interpret_batch_of_one"]

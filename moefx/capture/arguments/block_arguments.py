@@ -120,16 +120,16 @@ class TensorArgument:
             out = _permute_numbers(out, pool[pool >= 0].unique(), generator)
         if self.extra_values and rows > 1:  # for a third of the tokens, one each
             at = torch.rand(rows, generator=generator, dtype=torch.float32).argsort()[: -(-rows // 3)]
-            which = (torch.arange(len(at)) + seed * len(at)) % len(self.extra_values)
+            value_index = (torch.arange(len(at)) + seed * len(at)) % len(self.extra_values)
             column = torch.randint(0, per_token, (len(at),), generator=generator)
-            out[at * per_token + column] = torch.tensor(self.extra_values)[which].to(self.dtype)
+            out[at * per_token + column] = torch.tensor(self.extra_values)[value_index].to(self.dtype)
         return out
 
     def _split_rows(self) -> torch.Tensor:
         """Return the example as [tokens, numbers per token], or as [numbers, 1] if it has no whole rows."""
         assert self.example is not None
-        whole = max(1, self.numbers_per_token)
-        return self.example.reshape(-1, 1 if self.example.numel() % whole else whole)
+        row_length = max(1, self.numbers_per_token)
+        return self.example.reshape(-1, 1 if self.example.numel() % row_length else row_length)
 
     def _vary(self, pool: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """Return rows to draw from. If the example has too few kinds to show their effect, add others."""
@@ -137,8 +137,8 @@ class TensorArgument:
             pool = torch.tensor([[0], [1], [1], [1]] if pool.float().mean() > 0.5 else [[0], [0], [0], [1]])
             pool = pool.to(self.dtype).repeat(7, 1)[torch.randperm(28, generator=generator)]
         elif (pool == pool[0, 0]).all():  # add the next value, so that a dependence shows
-            others = torch.rand((29, pool.shape[1]), generator=generator, dtype=torch.float32) < 0.25
-            pool = torch.where(others, ~pool[:1] if self.dtype == torch.bool else pool[:1] + 1, pool[:1])
+            is_changed = torch.rand((29, pool.shape[1]), generator=generator, dtype=torch.float32) < 0.25
+            pool = torch.where(is_changed, ~pool[:1] if self.dtype == torch.bool else pool[:1] + 1, pool[:1])
         elif (pool == pool[:1]).all():  # one row for all tokens, or a map of experts, which later calls may change
             pool = self._vary_row(pool[0], generator)
         if self.numbers_per_token > 1 and self.dtype == torch.bool:  # tokens with everything or nothing masked
@@ -153,19 +153,19 @@ class TensorArgument:
             is_flipped[2] = ~is_flipped[1]  # so that each flag is inverted in one of two rows
             return row ^ is_flipped
         if len(row.unique()) < len(row):
-            drawn = torch.randint(0, len(row), (28, len(row)), generator=generator)
+            indices = torch.randint(0, len(row), (28, len(row)), generator=generator)
         else:
-            drawn = torch.stack([torch.randperm(len(row), generator=generator) for _ in range(28)])
-        return torch.cat([row[None], row[drawn]]).to(self.dtype)
+            indices = torch.stack([torch.randperm(len(row), generator=generator) for _ in range(28)])
+        return torch.cat([row[None], row[indices]]).to(self.dtype)
 
 
-def _permute_numbers(numbers: torch.Tensor, known: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def _permute_numbers(numbers: torch.Tensor, distinct: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Permute the values of non-negative numbers, so that a proof cannot rely on a 0 in each row."""
-    if not len(known):
+    if not len(distinct):
         return numbers
-    others = known[torch.randperm(len(known), generator=generator)]
-    index = torch.searchsorted(known, numbers.clamp_min(0)).clamp_max(len(known) - 1)
-    return torch.where(numbers >= 0, others[index], numbers)
+    permuted = distinct[torch.randperm(len(distinct), generator=generator)]
+    index = torch.searchsorted(distinct, numbers.clamp_min(0)).clamp_max(len(distinct) - 1)
+    return torch.where(numbers >= 0, permuted[index], numbers)
 
 
 class Arguments:
@@ -265,21 +265,21 @@ class Arguments:
     def _replace_tensors(self, tensors: Iterable[TensorArgument]) -> Arguments:
         out = copy.copy(self)
         out.tensors = list(tensors)
-        left = iter(out.tensors)
-        out.flat = [next(left) if isinstance(t, TensorArgument) else t for t in self.flat]
+        new_tensors = iter(out.tensors)
+        out.flat = [next(new_tensors) if isinstance(t, TensorArgument) else t for t in self.flat]
         return out
 
     def _make_tensor(
         self, t: torch.Tensor, position: int, is_hidden: bool, names: Mapping[Axis, int | str]
     ) -> TensorArgument:
         shape: list[int | str] = []
-        used: set[str] = set()
+        used_dims: set[str] = set()
         for axis, n in enumerate(t.shape):
             if is_hidden:
                 dim = self.token_dims[axis - (axis > self.feature)] if axis != self.feature else ""
                 name: int | str = dim if dim in self.dims else n
             else:
-                options = self._list_options(n, used)
+                options = self._list_options(n, used_dims)
                 name = names.get((position, axis), options[0])
                 batch = self.token_dims[0] if len(self.token_dims) > 1 else ""
                 if axis == 0 and n == 1 < t.dim() and self.sizes.get(batch) == 1:
@@ -287,7 +287,7 @@ class Arguments:
                 if len(options) > 1:
                     self.axis_interpretations[position, axis] = [name, *(other for other in options if other != name)]
             if isinstance(name, str):
-                used.add(name)
+                used_dims.add(name)
             shape.append(name)
         keep = (
             None
@@ -298,15 +298,15 @@ class Arguments:
         )
         return TensorArgument(tuple(shape), t.dtype, keep, t.requires_grad)
 
-    def _list_options(self, n: int, used: set[str]) -> list[int | str]:
+    def _list_options(self, n: int, used_dims: set[str]) -> list[int | str]:
         """List the interpretations of an axis of size `n`, the most likely first: a token dim, all tokens, a constant.
 
         A mask may have two axes of positions, but no tensor has two batch axes.
         """
         if n == 1:
             return [1]
-        free = [d for d in self.dims if d not in used or (d,) == self.token_dims[-1:]]
-        exact = sorted((d for d in free if self.sizes[d] == n), key=lambda d: d in used)
+        free = [d for d in self.dims if d not in used_dims or (d,) == self.token_dims[-1:]]
+        exact = sorted((d for d in free if self.sizes[d] == n), key=lambda d: d in used_dims)
         all_tokens = self.tokens_per_unit * math.prod(self.sizes.values())
         is_product = bool(self.dims) and self.tokens not in self.dims and n == all_tokens
         return [*exact, *([self.tokens] if is_product else []), n]
@@ -337,8 +337,8 @@ class Arguments:
         remainder = _REMAINDERS.get(variant) if len(self.dims) > 1 else None
         lead = [_OUTER[variant % len(_OUTER)], *[inner] * (len(self.dims) - 2)][: len(self.dims) - 1]
         for outer in itertools.product(*lead):
-            rest = max(2, -(-tokens // math.prod(outer))) if outer else tokens + 2 * variant
-            for n in itertools.islice(_iterate_unround(rest, remainder), _CANDIDATES):
+            inner_size = max(2, -(-tokens // math.prod(outer))) if outer else tokens + 2 * variant
+            for n in itertools.islice(_iterate_unround(inner_size, remainder), _CANDIDATES):
                 yield dict(zip(self.dims, [*outer, n], strict=True))
 
     def choose_sequences(self) -> dict[str, int]:
@@ -353,10 +353,10 @@ class Arguments:
 
     def choose_tokens_near(self, tokens: int, avoid: Collection[int] = ()) -> int:
         """Return `tokens` or slightly more, so that the length of a sequence collides with no number of the model."""
-        least = -(-tokens // self.tokens_per_unit) | 1  # odd, like all sizes of captures
-        several = [self.tokens_per_unit * n for n in range(least, least + _NEAR, 2)]
-        several = [n for n in several if n not in avoid] if self.dims else [tokens]
-        return min(several, key=lambda n: self.numbers.cost(self.choose_sequence(n), self.tokens_per_unit) + n)
+        min_units = -(-tokens // self.tokens_per_unit) | 1  # odd, like all sizes of captures
+        candidates = [self.tokens_per_unit * n for n in range(min_units, min_units + _NEAR, 2)]
+        candidates = [n for n in candidates if n not in avoid] if self.dims else [tokens]
+        return min(candidates, key=lambda n: self.numbers.cost(self.choose_sequence(n), self.tokens_per_unit) + n)
 
     def build_call(self, sizes: dict[str, int], seed: int = 0) -> tuple[tuple, dict[str, Any]]:
         """Build (args, kwargs) at these sizes: meta tensors for floats, small real ones for integers."""
@@ -382,11 +382,11 @@ def _evaluate_axis(name: str, sizes: Mapping[str, int]) -> int:
     return math.prod(int(part) if part.isdigit() else sizes[part] for part in name.split("*"))
 
 
-def _iterate_unround(least: int, remainder: int | None) -> Iterator[int]:
-    """Yield odd numbers from `least` on, and of the multiples of 3 and 5 only these two.
+def _iterate_unround(minimum: int, remainder: int | None) -> Iterator[int]:
+    """Yield odd numbers from `minimum` on, and of the multiples of 3 and 5 only these two.
 
     Args:
         remainder: modulo 3, if it is given.
     """
-    numbers = (n for n in itertools.count(least | 1, 2) if n in (3, 5) or (n % 3 and n % 5))
+    numbers = (n for n in itertools.count(minimum | 1, 2) if n in (3, 5) or (n % 3 and n % 5))
     return (n for n in numbers if remainder in (None, n % 3))

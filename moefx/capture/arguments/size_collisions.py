@@ -43,9 +43,9 @@ class ModelNumbers:
         named = {int(n) for n in trace_closure(collect_code(block)).numbers if abs(n) < MAX_NUMBER and n == int(n)}
         costs = _derive_costs(sorted(n for n in numbers_read | named if MAX_SMALL < n < MAX_NUMBER)[:MAX_PAIRED])
         for n in numbers_read | named:
-            next_to = next((cost for few, cost in NEXT_TO_FEW.items() if n <= few), NEXT)
-            for near in (n - 1, n + 1):
-                costs[near] = max(next_to, costs.get(near, 0))
+            next_to = next((cost for limit, cost in NEXT_TO_FEW.items() if n <= limit), NEXT)
+            for neighbour in (n - 1, n + 1):
+                costs[neighbour] = max(next_to, costs.get(neighbour, 0))
         for n in named:
             costs[n] = max(SMALL if n <= MAX_SMALL else EXACT, costs.get(n, 0))
         return cls({**costs, **dict.fromkeys(numbers_read, EXACT)})
@@ -60,11 +60,11 @@ class ModelNumbers:
         Args:
             factor: tokens per unit of the sizes, if the model fixes an axis.
         """
-        values = [math.prod(chosen) for chosen in _iterate_combinations([n for n in sizes.values() if n != 1])]
+        values = [math.prod(subset) for subset in _iterate_combinations([n for n in sizes.values() if n != 1])]
         tokens = factor * math.prod(sizes.values())
         rows = [times * tokens for times in range(2, MAX_ROWS_PER_TOKEN + 1)] if tokens >= MIN_TOKENS else []
-        same = len(values) - len(set(values))  # B and S, or B*S and P, would be one number
-        cost = SAME * same + sum(self.costs.get(n, 0) for n in values) + sum(self.costs.get(n, 0) for n in rows) // 10
+        equal = len(values) - len(set(values))  # B and S, or B*S and P, would be one number
+        cost = SAME * equal + sum(self.costs.get(n, 0) for n in values) + sum(self.costs.get(n, 0) for n in rows) // 10
         return cost if cost >= NEGLIGIBLE else 0
 
 

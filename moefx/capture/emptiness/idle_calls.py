@@ -40,8 +40,8 @@ def belongs_to_torch(function: Any) -> bool:
     return (getattr(function, "__module__", None) or "").split(".")[0] in ("torch", "torchvision")
 
 
-def is_terminal(held: Any) -> bool:
-    return any(held is stream for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__))
+def is_terminal(value: Any) -> bool:
+    return any(value is stream for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__))
 
 
 def is_pure(function: Any) -> bool:

@@ -75,10 +75,10 @@ class Expressions(Calls):
             return Value()
         if value.kind.is_number:
             return value
-        held = self.object_of(node)
-        if held is None and value.type is Type.TENSOR and node.attr not in ("dtype", "device"):
+        seen_object = self.object_of(node)
+        if seen_object is None and value.type is Type.TENSOR and node.attr not in ("dtype", "device"):
             return Value(type=Type.TENSOR)
-        return Value(type=find_type(held) if held is not None else Type.UNKNOWN)
+        return Value(type=find_type(seen_object) if seen_object is not None else Type.UNKNOWN)
 
     def _tuple_(self, node: ast.Tuple, env: Env) -> Value:
         parts = tuple(self.value(e.value if isinstance(e, ast.Starred) else e, env) for e in node.elts)
@@ -198,9 +198,9 @@ class Expressions(Calls):
         return Value(Kind.COMPUTED, Type.CONSTANT)
 
     def _ifexp_(self, node: ast.IfExp, env: Env) -> Value:
-        tested = self.test(node.test, env)
+        decided_by = self.test(node.test, env)
         one, other = self.value(node.body, env), self.value(node.orelse, env)
-        return one._replace(stamp=frozenset([1])).join(other._replace(stamp=frozenset([2])), tested)
+        return one._replace(stamp=frozenset([1])).join(other._replace(stamp=frozenset([2])), decided_by)
 
     def _joinedstr_(self, node: ast.JoinedStr, env: Env) -> Value:
         parts = [self.value(v.value, env) for v in node.values if isinstance(v, ast.FormattedValue)]
@@ -253,8 +253,8 @@ class Expressions(Calls):
             return base.parts[node.slice.value] if node.slice.value < len(base.parts) else Value()
         if base.type is Type.TENSOR:
             return Value(type=Type.TENSOR)
-        held = self.object_of(node)
-        return Value(type=find_type(held) if held is not None else Type.UNKNOWN)
+        seen_object = self.object_of(node)
+        return Value(type=find_type(seen_object) if seen_object is not None else Type.UNKNOWN)
 
     def _listcomp_(self, node: Any, env: Env) -> Value:
         inner = dict(env)

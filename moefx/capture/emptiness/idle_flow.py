@@ -43,8 +43,8 @@ class Flow(Expressions):
             self.returns.append((Value(type=Type.NONE), self.tested))
         if not self.returns:
             return Value(type=Type.NONE)
-        tested = max(tested for _, tested in self.returns)
-        value = functools.reduce(lambda a, b: a.join(b, tested), [v for v, _ in self.returns])
+        decided_by = max(decided_by for _, decided_by in self.returns)
+        value = functools.reduce(lambda a, b: a.join(b, decided_by), [v for v, _ in self.returns])
         is_generator = any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in ast.walk(function))
         return value._replace(type=Type.UNKNOWN) if is_generator and not value.kind else value
 
@@ -124,23 +124,23 @@ class Flow(Expressions):
 
     def _match(self, s: Any, env: Env) -> Env | None:
         guards = [self.test(case.guard, env) for case in s.cases if case.guard is not None]
-        tested = max([self.test(s.subject, env), *guards])
-        return self.run_branches(tested, [*[case.body for case in s.cases], []], env)
+        decided_by = max([self.test(s.subject, env), *guards])
+        return self.run_branches(decided_by, [*[case.body for case in s.cases], []], env)
 
-    def run_branches(self, tested: DecidedBy, several: list[list[ast.stmt]], env: Env) -> Env | None:
-        """Run the alternatives of a test of kind `tested`, and join them. Returns None if all ends are unreachable."""
+    def run_branches(self, decided_by: DecidedBy, bodies: list[list[ast.stmt]], env: Env) -> Env | None:
+        """Run the alternatives of a test, and join them. Returns None if all ends are unreachable."""
         before = self.tested
         ends = []
-        for statements in several:
-            self.tested = max(before, tested)
+        for statements in bodies:
+            self.tested = max(before, decided_by)
             ends.append((self.run_statements(statements, dict(env)), self.tested))
-        left = [end for end, _ in ends if end is not None]
+        open_ends = [end for end, _ in ends if end is not None]
         # later statements run only if no branch has left the loop or the function by an outcome
         inner = DecidedBy.NOTHING
-        if not tested:
+        if not decided_by:
             inner = max((by for end, by in ends if end is not None), default=DecidedBy.NOTHING)
-        self.tested = max(before, inner, tested if 0 < len(left) < len(ends) else DecidedBy.NOTHING)
-        return functools.reduce(lambda a, b: self.join(a, b, max(tested, inner)), left) if left else None
+        self.tested = max(before, inner, decided_by if 0 < len(open_ends) < len(ends) else DecidedBy.NOTHING)
+        return functools.reduce(lambda a, b: self.join(a, b, max(decided_by, inner)), open_ends) if open_ends else None
 
     def _for(self, s: ast.For, env: Env) -> Env | None:
         def start(names: Env) -> DecidedBy:
@@ -164,55 +164,57 @@ class Flow(Expressions):
         breaks: list[tuple[Env, DecidedBy]] = []
         for _ in range(_MAX_PASSES):
             self.exits, iteration = [], dict(head)
-            decided = start(iteration)
+            decided_by = start(iteration)
             # a loop over one expert's rows stays in its iteration
-            after = dict if decided is DecidedBy.LOAD else _end_iteration
-            self.tested = max(before, decided, DecidedBy.OUTCOMES if is_left else DecidedBy.NOTHING)
+            end_pass = dict if decided_by is DecidedBy.LOAD else _end_iteration
+            self.tested = max(before, decided_by, DecidedBy.OUTCOMES if is_left else DecidedBy.NOTHING)
             end = self.run_statements(s.body, iteration)
             ends = [(end, self.tested)] if end is not None else []
             ends += [(e, by) for kind, e, by in self.exits if kind == "continue"]
-            breaks = [(after(e), by) for kind, e, by in self.exits if kind == "break"]
+            breaks = [(end_pass(e), by) for kind, e, by in self.exits if kind == "break"]
             is_left = is_left or any(by for _, by in breaks) or self.returned
             outer += [e for e in self.exits if e[0] == "raise"]
             skips = max((by for _, by in ends), default=DecidedBy.NOTHING)
             new = functools.reduce(lambda a, b: self.join(a, b, skips), [e for e, _ in ends]) if ends else head
-            new = self.join(head, after(new), DecidedBy.OUTCOMES if is_left else decided)
+            new = self.join(head, end_pass(new), DecidedBy.OUTCOMES if is_left else decided_by)
             if new == head:
                 break
             head = new
         self.exits, self.tested = outer, max(before, DecidedBy.OUTCOMES if is_left else DecidedBy.NOTHING)
         end = self.run_statements(s.orelse, dict(head))
         self.tested = DecidedBy.OUTCOMES if self.returned else before
-        left = [e for e in (end, *[e for e, _ in breaks]) if e is not None]
+        open_ends = [e for e in (end, *[e for e, _ in breaks]) if e is not None]
         ended_by = DecidedBy.OUTCOMES if is_left else DecidedBy.NOTHING
-        return functools.reduce(lambda a, b: self.join(a, b, ended_by), left) if left else None
+        return functools.reduce(lambda a, b: self.join(a, b, ended_by), open_ends) if open_ends else None
 
     def _try(self, s: ast.Try, env: Env) -> Env | None:
         outer, self.exits, before = self.exits, [], self.tested
         end = self.run_statements(s.body, dict(env))
-        raised = max((by for kind, _, by in self.exits if kind == "raise"), default=DecidedBy.NOTHING)
+        raised_by = max((by for kind, _, by in self.exits if kind == "raise"), default=DecidedBy.NOTHING)
         self.exits = outer + [e for e in self.exits if e[0] != "raise" or not s.handlers]
         if end is not None:
             end = self.run_statements(s.orelse, end)
         ends = [end] if end is not None else []
         for handler in s.handlers:
-            self.tested = max(before, raised)
-            middle = self.join(env, end, raised) if end is not None else env
-            if (caught := self.run_statements(handler.body, dict(middle))) is not None:
-                ends.append(caught)
+            self.tested = max(before, raised_by)
+            middle = self.join(env, end, raised_by) if end is not None else env
+            if (handler_end := self.run_statements(handler.body, dict(middle))) is not None:
+                ends.append(handler_end)
         self.tested = DecidedBy.OUTCOMES if self.returned else before
-        env_after = functools.reduce(lambda a, b: self.join(a, b, raised), ends) if ends else None
+        env_after = functools.reduce(lambda a, b: self.join(a, b, raised_by), ends) if ends else None
         if s.finalbody:
-            left = self.exits[len(outer) :]  # exits run the `finally`, too
-            ends = [(e, by) for _, e, by in left] + ([(env_after, self.tested)] if env_after is not None else [])
+            exits = self.exits[len(outer) :]  # exits run the `finally`, too
+            ends = [(e, by) for _, e, by in exits] + ([(env_after, self.tested)] if env_after is not None else [])
             self.tested = max([self.tested, *[by for _, by in ends]])
-            joined = functools.reduce(lambda a, b: self.join(a, b, self.tested), [e for e, _ in ends] or [dict(env)])
-            after = self.run_statements(s.finalbody, joined)
+            env_before = functools.reduce(
+                lambda a, b: self.join(a, b, self.tested), [e for e, _ in ends] or [dict(env)]
+            )
+            env_finally = self.run_statements(s.finalbody, env_before)
             self.tested = DecidedBy.OUTCOMES if self.returned else before
-            if after is None:
+            if env_finally is None:
                 return None
-            self.exits[len(outer) :] = [(kind, after, by) for kind, _, by in left]
-            env_after = after if env_after is not None else None
+            self.exits[len(outer) :] = [(kind, env_finally, by) for kind, _, by in exits]
+            env_after = env_finally if env_after is not None else None
         return env_after
 
     _trystar = _try
@@ -238,7 +240,7 @@ class Flow(Expressions):
             self.report_escape(s)
         return env
 
-    def join(self, a: Env, b: Env, tested: DecidedBy) -> Env:
+    def join(self, a: Env, b: Env, decided_by: DecidedBy) -> Env:
         if a is b:
             return a
         joined = {}
@@ -246,7 +248,7 @@ class Flow(Expressions):
             one, other = a.get(name), b.get(name)
             if one is None or other is None:  # stored in one branch: read there only, or stored before
                 one, other = one or self.seen(name), other or self.seen(name)
-            joined[name] = one.join(other, tested, self.type_seen(name))
+            joined[name] = one.join(other, decided_by, self.type_seen(name))
         return joined
 
 

@@ -59,8 +59,8 @@ class Names:
 
     def type_seen(self, name: str) -> Type:
         """Return the common type of the objects that a name had. Symbolic and routed numbers count as tensors."""
-        held = self.names.get(name) or [self.outer_names.get(name)]
-        types = {find_type(v) for v in held} - {Type.NONE}
+        objects = self.names.get(name) or [self.outer_names.get(name)]
+        types = {find_type(v) for v in objects} - {Type.NONE}
         if types == {Type.TENSOR, Type.CONSTANT}:
             return Type.TENSOR
         return types.pop() if len(types) == 1 else Type.UNKNOWN
@@ -170,14 +170,14 @@ class Names:
 
     def bind(self, target: ast.AST, source: ast.AST, env: Env) -> bool:
         """Store an item of a loop's iterable in the target. Returns whether outcomes decide the number of items."""
-        called = source.func.id if isinstance(source, ast.Call) and isinstance(source.func, ast.Name) else ""
+        function_name = source.func.id if isinstance(source, ast.Call) and isinstance(source.func, ast.Name) else ""
         parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else []
         is_event = source in self.events
-        if called == "enumerate" and len(parts) == 2 and source.args and not is_event:  # type: ignore[attr-defined]
+        if function_name == "enumerate" and len(parts) == 2 and source.args and not is_event:  # type: ignore[attr-defined]
             is_decided = self.bind(parts[1], source.args[0], env)  # type: ignore[attr-defined]
             self.store(parts[0], Value(Kind.COMPUTED if is_decided else Kind.INDEPENDENT, Type.CONSTANT), env, source)
             return is_decided
-        if called == "zip" and len(parts) == len(source.args) and not is_event:  # type: ignore[attr-defined]
+        if function_name == "zip" and len(parts) == len(source.args) and not is_event:  # type: ignore[attr-defined]
             return any([self.bind(p, a, env) for p, a in zip(parts, source.args, strict=True)])  # type: ignore
         value = self.value(source, env)
         if value.kind is Kind.COMPUTED:
@@ -191,7 +191,7 @@ class Names:
             self.store(parts[1], Value(Kind.CONTAINER, value.type), env, source)
             return is_event
         is_known = value.kind or value.type is Type.TENSOR
-        type_ = Type.CONSTANT if called == "range" else value.type if is_known else Type.UNKNOWN
+        type_ = Type.CONSTANT if function_name == "range" else value.type if is_known else Type.UNKNOWN
         if isinstance(target, ast.Name) and type_ is Type.UNKNOWN:
             type_ = self.type_seen(target.id)
         self.store(target, Value(value.kind.item, type_), env, source)

@@ -58,15 +58,15 @@ class EmptinessTests:
             kind = TRUTH
         self.sites[tuple(source for source, _ in frames), kind] = None
         for source, frame in frames:
-            if len(known := self.names.setdefault(source, [])) < _MAX_SNAPSHOTS:
-                known.append((frame.f_locals.copy(), frame.f_globals))
+            if len(snapshots := self.names.setdefault(source, [])) < _MAX_SNAPSHOTS:
+                snapshots.append((frame.f_locals.copy(), frame.f_globals))
 
     def add(self, other: EmptinessTests) -> None:
         self.sites |= other.sites
         self.errors |= {calls: rows for calls, rows in other.errors.items() if calls not in self.errors or rows}
-        for source, several in other.names.items():
-            known = self.names.setdefault(source, [])
-            known += several[: max(0, 2 * _MAX_SNAPSHOTS - len(known))]
+        for source, others in other.names.items():
+            snapshots = self.names.setdefault(source, [])
+            snapshots += others[: max(0, 2 * _MAX_SNAPSHOTS - len(snapshots))]
 
 
 class _Code:
@@ -144,19 +144,19 @@ def _list_events(node: ast.AST | None, kind: str) -> dict[ast.expr, Value]:
         return {node.iter: container}
     if isinstance(node, _COMPREHENSIONS) and kind != KEYS:
         return {g.iter: container for g in node.generators}
-    called = _called_name(node)
+    function_name = _called_name(node)
     if kind == KEYS:
-        is_kept = isinstance(node, (ast.SetComp, ast.DictComp, ast.Set, ast.Dict)) or called in _KEYED_CALLS
-        is_filled = isinstance(node, ast.Subscript) or called in _KEYED_FILLS
+        is_kept = isinstance(node, (ast.SetComp, ast.DictComp, ast.Set, ast.Dict)) or function_name in _KEYED_CALLS
+        is_filled = isinstance(node, ast.Subscript) or function_name in _KEYED_FILLS
         return {node: container} if is_kept else {node: Value(Kind.ROUTED_KEY)} if is_filled else {}  # type: ignore[dict-item]
     if (
         isinstance(node, ast.Subscript)
-        or (kind in (BOOLEAN, LOADS) and called in _LOOKUPS)
+        or (kind in (BOOLEAN, LOADS) and function_name in _LOOKUPS)
         or not isinstance(node, ast.expr)
     ):
         return {}
     outcome = Kind.LOAD if kind == LOADS and isinstance(node, ast.Compare) else Kind.OUTCOME
-    return {node: container if kind == ROWS or called == "groupby" else Value(outcome, Type.CONSTANT)}
+    return {node: container if kind == ROWS or function_name == "groupby" else Value(outcome, Type.CONSTANT)}
 
 
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
@@ -212,16 +212,16 @@ class _Analysis:
         for calls, kind in self.emptiness_tests.sites:
             code = self._code(calls[0])
             for node, value in code.events(calls[0], kind).items():
-                known = self.events.setdefault(self._owner(code, node, calls[0]), {})
-                before = known.get(node)
+                owner_events = self.events.setdefault(self._owner(code, node, calls[0]), {})
+                before = owner_events.get(node)
                 # a comparison of a load may also test for any rows: `start < n`, for a start of 0
                 if before is None or (kind not in (TRUTH, KEYS) and before.kind is not Kind.LOAD):
-                    known[node] = value
+                    owner_events[node] = value
         for _ in range(_MAX_ROUNDS):
             before = {owner: dict(events) for owner, events in self.events.items()}
-            returned = {owner: self._flow(owner, {}) for owner in before}
+            values = {owner: self._flow(owner, {}) for owner in before}
             for calls, kind in self.emptiness_tests.sites:
-                self._propagate(calls, kind, returned)
+                self._propagate(calls, kind, values)
             if self.escapes or before == self.events:
                 return
 
@@ -238,7 +238,7 @@ class _Analysis:
         self.files[owner := code.owner[node]] = source.file
         return owner
 
-    def _propagate(self, calls: _Calls, kind: str, returned: Mapping[ast.AST, Value]) -> None:
+    def _propagate(self, calls: _Calls, kind: str, value_by_owner: Mapping[ast.AST, Value]) -> None:
         """Give the callers of a function its returned value, if it depends on an outcome."""
         test = next(iter(self._code(calls[0]).events(calls[0], kind)), None)
         if test is None:
@@ -250,7 +250,7 @@ class _Analysis:
             outer = self._owner(code, node, source) if node is not None else None
             if outer is inner and not _is_call_of(node, inner):
                 continue  # a comprehension has a frame of its own
-            value = returned.get(inner)
+            value = value_by_owner.get(inner)
             if value is not None and _depends(value):
                 if node is None or outer is None:
                     self.escapes.setdefault(inner, "returns")
@@ -262,34 +262,34 @@ class _Analysis:
             if outer is None:
                 return
             inner = outer
-        if (value := returned.get(inner)) is not None and _is_remembered(value):
+        if (value := value_by_owner.get(inner)) is not None and _is_remembered(value):
             self.escapes.setdefault(inner, "returns")
 
     def _flow(
         self,
         function: ast.AST,
         arguments: Mapping[str, Value],
-        tested: DecidedBy = DecidedBy.NOTHING,
-        called: types.FunctionType | None = None,
+        decided_by: DecidedBy = DecidedBy.NOTHING,
+        callee: types.FunctionType | None = None,
         owner: Any = None,
     ) -> Value:
         names: dict[str, list[Any]] = {}
         globals_: dict[str, Any] = {}
-        if called is not None:  # captures may not have recorded its globals and closure
-            code, cells = called.__code__, called.__closure__ or ()
-            globals_ = called.__globals__
+        if callee is not None:  # captures may not have recorded its globals and closure
+            code, cells = callee.__code__, callee.__closure__ or ()
+            globals_ = callee.__globals__
             closure = zip(code.co_freevars, cells, strict=True)
             names = {name: [cell.cell_contents] for name, cell in closure if cell != types.CellType()}
             if owner is not None:
                 names[code.co_varnames[0]] = [owner]
-        for source, several in self.emptiness_tests.names.items():
+        for source, snapshots in self.emptiness_tests.names.items():
             if source.file == self.files.get(function) and _is_inside_function(source, function):
-                for bindings, outer in several:
-                    for name, held in bindings.items():
-                        names.setdefault(name, []).append(held)
+                for bindings, outer in snapshots:
+                    for name, bound_value in bindings.items():
+                        names.setdefault(name, []).append(bound_value)
                     globals_ = outer
         flow = Flow(self.events.get(function, {}), names, globals_, self._call)
-        flow.tested = tested
+        flow.tested = decided_by
         self.running.append(function)
         value = flow.run(function, arguments)
         self.running.pop()
@@ -297,7 +297,9 @@ class _Analysis:
             self.escapes.setdefault(node, self.files.get(function, "?"))
         return value
 
-    def _call(self, function: Any, values: list[Value], tested: DecidedBy, env: Mapping[str, Value]) -> Value | None:
+    def _call(
+        self, function: Any, values: list[Value], decided_by: DecidedBy, env: Mapping[str, Value]
+    ) -> Value | None:
         """Return the value of a call of a user's function; None if its source is unknown."""
         owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
         has_self = isinstance(function, (nn.Module, types.MethodType))
@@ -314,7 +316,7 @@ class _Analysis:
         self.files[nodes[0]] = file
         arguments = bind_parameters(nodes[0], values, has_self)
         is_nested = bool(self.running) and any(nodes[0] is inner for inner in ast.walk(self.running[-1]))
-        return self._flow(nodes[0], {**env, **arguments} if is_nested else arguments, tested, function, owner)
+        return self._flow(nodes[0], {**env, **arguments} if is_nested else arguments, decided_by, function, owner)
 
 
 def _is_definition(node: Any, code: types.CodeType) -> bool:

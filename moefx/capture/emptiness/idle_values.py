@@ -89,11 +89,11 @@ class Value(NamedTuple):
     stamp: frozenset[int] = frozenset()
     parts: tuple[Any, ...] = ()
 
-    def join(self, other: Value, tested: DecidedBy, seen: Type = Type.UNKNOWN) -> Value:
+    def join(self, other: Value, decided_by: DecidedBy, seen: Type = Type.UNKNOWN) -> Value:
         """Return the value after two branches.
 
         Args:
-            tested: what decides which branch runs.
+            decided_by: what decides which branch runs.
             seen: the type that the name had while the code ran.
         """
         if self == other:
@@ -102,31 +102,31 @@ class Value(NamedTuple):
         type_ = next(t for t in (Type.CONSTANT, Type.LIST, Type.TENSOR, Type.UNKNOWN, Type.NONE) if t in types_)
         kinds = {self.kind, other.kind} - {Kind.INDEPENDENT}
         kind = min(kinds, key=_STRONGEST.index) if kinds else Kind.INDEPENDENT
-        if tested and not kind and self.stamp != other.stamp:
+        if decided_by and not kind and self.stamp != other.stamp:
             if Type.LIST in types_:
                 kind = Kind.CONTAINER
             elif types_ == {Type.TENSOR, Type.NONE} or (Type.NONE in types_ and seen is Type.TENSOR):
                 kind = Kind.OPTIONAL_TENSOR
             elif types_ != {Type.TENSOR} and seen is not Type.TENSOR:
-                kind = Kind.COMPUTED if tested is DecidedBy.OUTCOMES else Kind.LOAD
+                kind = Kind.COMPUTED if decided_by is DecidedBy.OUTCOMES else Kind.LOAD
         parts = (
-            tuple(a.join(b, tested) for a, b in zip(self.parts, other.parts, strict=True))
+            tuple(a.join(b, decided_by) for a, b in zip(self.parts, other.parts, strict=True))
             if len(self.parts) == len(other.parts)
             else ()
         )
         return Value(kind, type_, self.stamp | other.stamp, parts)
 
 
-def find_type(held: Any) -> Type:
-    if held is None:
+def find_type(value: Any) -> Type:
+    if value is None:
         return Type.NONE
-    if isinstance(held, (Number, torch.Tensor, nn.Module)) or _holds_tensors(held):
+    if isinstance(value, (Number, torch.Tensor, nn.Module)) or _holds_tensors(value):
         return Type.TENSOR
-    if isinstance(held, (bool, int, float, str)):
+    if isinstance(value, (bool, int, float, str)):
         return Type.CONSTANT
-    return Type.LIST if isinstance(held, (list, dict, set)) else Type.UNKNOWN
+    return Type.LIST if isinstance(value, (list, dict, set)) else Type.UNKNOWN
 
 
-def _holds_tensors(held: Any) -> bool:
+def _holds_tensors(value: Any) -> bool:
     """Return whether a value is a tuple of tensors, which `where` and `topk` return."""
-    return isinstance(held, tuple) and bool(held) and all(find_type(v) is Type.TENSOR for v in held)
+    return isinstance(value, tuple) and bool(value) and all(find_type(v) is Type.TENSOR for v in value)

@@ -182,13 +182,13 @@ class _SearchRun:
         signatures = {n: self.signatures[id(m)] for n, m in self.model.named_modules()}
         selecting = dict.fromkeys(name for name, position in self._selections if _is_index_used(nodes, position))
         chains = [_list_chain(name, signatures, self.calls) for name in selecting]
-        covered = {name for chain in chains for name in chain}
+        covered_names = {name for chain in chains for name in chain}
         branches = set[str]()
         structural = find_expert_like(self.model)
         makers = {node: name for name in self.equal_modules for node in self.calls[name].outputs}
-        structural |= {name: [] for name in find_named_experts(nodes, makers, structural.keys() | covered)}
+        structural |= {name: [] for name in find_named_experts(nodes, makers, structural.keys() | covered_names)}
         for name, parts in structural.items():
-            if name in self.calls and name not in covered:
+            if name in self.calls and name not in covered_names:
                 chains.append(_list_chain(name, signatures, self.calls))
                 if _are_parallel([self.calls[p] for p in parts if p in self.calls]):
                     branches.add(name)
@@ -212,33 +212,33 @@ class _SearchRun:
                 return original(module, *args, **kwargs)
             self._note_objects(args, kwargs)
             if name == "":
-                surveyed = self.calls.setdefault("", SurveyedCall("", args, kwargs))
-                return self._run_inside(tracer, surveyed, original, module, args, kwargs)
+                call = self.calls.setdefault("", SurveyedCall("", args, kwargs))
+                return self._run_inside(tracer, call, original, module, args, kwargs)
             leaves = [_describe_argument(x) for x in pytree.tree_leaves((args, kwargs))]
             key = (self.signatures[id(module)], tuple(leaves))
-            surveyed = SurveyedCall(name, args, kwargs, _find_nodes(tracer, (args, kwargs)))
-            self.calls.setdefault(name, surveyed)
+            call = SurveyedCall(name, args, kwargs, _find_nodes(tracer, (args, kwargs)))
+            self.calls.setdefault(name, call)
             equal, known_result = self._first.get(key, (name, None))
             if self.reuses_results and equal != name and any(True for _ in module.children()):
-                out = _make_fresh(tracer, known_result, surveyed.inputs)
+                out = _make_fresh(tracer, known_result, call.inputs)
                 if out is not None:
                     self.equal_modules[name] = equal
-                    self._log_results(tracer, surveyed, out, self._changes.get(equal, CallChanges()))
+                    self._log_results(tracer, call, out, self._changes.get(equal, CallChanges()))
                     return out
             if key in self.opaque.results:
-                out = _make_fresh(tracer, self.opaque.results[key], surveyed.inputs)
-                self._log_results(tracer, surveyed, out, CallChanges(missed=UNKNOWN_WRITES))
+                out = _make_fresh(tracer, self.opaque.results[key], call.inputs)
+                self._log_results(tracer, call, out, CallChanges(missed=UNKNOWN_WRITES))
                 return out
             has_objects = any(True for _ in iterate_objects(args, kwargs))
             before = StateSnapshot(tracer, self.model, module, args, kwargs) if has_objects else None
             try:
-                out = self._run_inside(tracer, surveyed, original, module, args, kwargs)
+                out = self._run_inside(tracer, call, original, module, args, kwargs)
             except Exception:
                 self.opaque.failed = self.opaque.failed or _FailedCall(key, module, args, kwargs)
                 raise
             if before is not None:
                 self._changes[name] = before.find_changes(out)
-            self._log_results(tracer, surveyed, out, self._changes.get(name, CallChanges()))
+            self._log_results(tracer, call, out, self._changes.get(name, CallChanges()))
             self._first.setdefault(key, (name, out))
             return out
 
@@ -246,9 +246,9 @@ class _SearchRun:
 
     def _note_objects(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Note the objects among the arguments of a call, and the items of containers before their first call."""
-        for passed in iterate_objects(args, kwargs):
-            items = copy_items(passed) if find_base_type(passed) is not None else None
-            self._passed.setdefault(id(passed), (passed, items))
+        for argument in iterate_objects(args, kwargs):
+            items = copy_items(argument) if find_base_type(argument) is not None else None
+            self._passed.setdefault(id(argument), (argument, items))
 
     def _run_inside(
         self, tracer: Tracer, call: SurveyedCall, original: Callable, module: nn.Module, args: tuple, kwargs: Any
@@ -270,7 +270,9 @@ class _SearchRun:
         call.outputs = _find_nodes(tracer, out)
         passed_objects = list(iterate_objects(call.args, call.kwargs))
         # compare now, as the capture restores its writes
-        self.objects.update({id(passed): passed for passed in passed_objects if _is_written(*self._passed[id(passed)])})
+        self.objects.update(
+            {id(argument): argument for argument in passed_objects if _is_written(*self._passed[id(argument)])}
+        )
         if passed_objects:
             for outer in self._running:
                 name = call.name.removeprefix(f"{outer.name}." if outer.name else "")
@@ -284,11 +286,11 @@ class _SearchRun:
             self._selections.append((self._running[-1].name, position))
 
 
-def _is_written(passed: Any, before: Any) -> bool:
+def _is_written(argument: Any, before: Any) -> bool:
     """Return whether a container has changed, or an object holds tensors, which a module may have written to."""
-    if before is not None and not have_same_items(copy_items(passed), before):
+    if before is not None and not have_same_items(copy_items(argument), before):
         return True
-    return type(passed) not in (list, dict) and any(True for _ in iterate_tensors(passed))
+    return type(argument) not in (list, dict) and any(True for _ in iterate_tensors(argument))
 
 
 def _make_abstract(tree: Any) -> Any:

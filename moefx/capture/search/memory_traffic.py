@@ -31,8 +31,8 @@ def count_traffic(nodes: Sequence[fx.Node], calls: Mapping[str, range]) -> dict[
 def _count_bytes(node: fx.Node) -> int:
     if node.op != "call_function" or node.target in CONTRACTIONS or _is_view(node.target):
         return 0
-    read = [] if node.target in SHAPE_ONLY else node.all_input_nodes
-    return sum(_size(value) for value in (node, *read))
+    inputs = [] if node.target in SHAPE_ONLY else node.all_input_nodes
+    return sum(_size(value) for value in (node, *inputs))
 
 
 def _is_view(target: Any) -> bool:

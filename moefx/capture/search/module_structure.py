@@ -52,12 +52,12 @@ def find_expert_like(model: nn.Module) -> dict[str, list[str]]:
     parts_by_name: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         children = list(module.children())
-        alike = (
+        is_uniform = (
             len(children) > 1
             and len({_list_shapes(c) for c in children}) == 1
             and any(p.dim() >= 2 for p in children[0].parameters())
         )
-        if alike and isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        if is_uniform and isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             parts_by_name.setdefault(name.rpartition(".")[0], [f"{name}.{part}" for part, _ in module.named_children()])
         holds = isinstance(module, (nn.ParameterList, nn.ParameterDict))  # a container for its parent, never called
         layer = type(module).__module__.startswith("torch.nn.modules.") and not holds  # such as a convolution

@@ -28,13 +28,13 @@ _MAX_NODES_BACK = 64
 _MAX_PAIRS = 8
 
 
-def find_named_experts(nodes: list[fx.Node], made_by: Mapping[fx.Node, str], known: Set[str]) -> list[str]:
+def find_named_experts(nodes: list[fx.Node], made_by: Mapping[fx.Node, str], known_names: Set[str]) -> list[str]:
     """Find modules in which one op merges the rows of parallel products with different parameters.
 
     Args:
         nodes: nodes of one capture.
         made_by: paths of modules that did not run again, by the nodes that they return.
-        known: paths of modules to leave out.
+        known_names: paths of modules to leave out.
     """
     products = _Products(made_by)
     names: list[str] = []
@@ -42,7 +42,7 @@ def find_named_experts(nodes: list[fx.Node], made_by: Mapping[fx.Node, str], kno
     for n in nodes:
         for a, b in products.find_merged(n):
             name = _find_common_module(products.owners[a], products.owners[b])
-            if name in known or name in names or pairs[name] == _MAX_PAIRS:
+            if name in known_names or name in names or pairs[name] == _MAX_PAIRS:
                 continue
             pairs[name] += 1
             if _are_parallel(a, b):

@@ -113,13 +113,13 @@ class SkipPlan:
         """
         if self.forbidden_reads:
             raise self.forbidden_reads[0]
-        for where in attributes_read:
-            if (where.module, where.name) in self.attributes:
+        for location in attributes_read:
+            if (location.module, location.name) in self.attributes:
                 raise Refused(
-                    f"the block reads {where.module}.{where.name}, which {where.module} sets in a call that gets "
-                    "an object and that captures skip",
-                    culprits=(f"{where.module}.{where.name}",),
-                    remedy=f"return the value from {where.module}",
+                    f"the block reads {location.module}.{location.name}, which {location.module} sets in a call that "
+                    "gets an object and that captures skip",
+                    culprits=(f"{location.module}.{location.name}",),
+                    remedy=f"return the value from {location.module}",
                 )
 
 
@@ -148,8 +148,8 @@ def plan_skipped_calls(
     }
     calls: dict[str, SkippedCall] = {}
     for c in inner:
-        if missed := c.find_missed_change(passed_on):
-            reason, remedy = missed
+        if missed_change := c.find_missed_change(passed_on):
+            reason, remedy = missed_change
             raise Refused(f"{c.name} gets an object that it may write to, and {reason}", remedy=remedy)
         call = SkippedCall.of(c)
         if calls.setdefault(c.name, call) != call:
@@ -174,12 +174,12 @@ def _make_stand_in(name: str, module: str, forbidden_reads: list[Refused]) -> Pa
     def refuse(name: str, access: str) -> Exception | None:
         if not is_user_access(sys._getframe(1)):
             return None
-        why = f"the block itself reads {name}{access}, whose content is only known when it runs"
+        reason = f"the block itself reads {name}{access}, whose content is only known when it runs"
         remedy = f"read it in the submodule that gets {name}, or pass its content to the block as tensors and numbers"
         if module:
-            why = f"the block reads {name}{access}: {_UNSEEN}"
+            reason = f"the block reads {name}{access}: {_UNSEEN}"
             remedy = f"compute with it in {module}, or return it in the shape of the hidden states and contiguous"
-        forbidden_reads.append(Refused(why, source=str(find_user_source()), remedy=remedy))
+        forbidden_reads.append(Refused(reason, source=str(find_user_source()), remedy=remedy))
         return forbidden_reads[-1]
 
     return PassedObject(name, refuse)
@@ -196,13 +196,13 @@ class _Result(FakeTensor):
     def __getattr__(self, key: str) -> Any:
         if not is_user_access(sys._getframe(1)):
             raise AttributeError(key)
-        why = Refused(
+        refusal = Refused(
             f"the block reads the attribute {key} of a tensor that a submodule returns: {_UNSEEN}",
             source=str(find_user_source()),
             remedy="return it beside the tensor, and compute with it in the submodule",
         )
-        self._read.append(why)
-        raise why
+        self._read.append(refusal)
+        raise refusal
 
 
 @contextlib.contextmanager
@@ -211,19 +211,19 @@ def patch_skipped_calls(block: nn.Module, calls: Mapping[str, SkippedCall]) -> I
 
     Yields refusals of reads from these results, which an `except` of the program may have hidden.
     """
-    replaced: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    saved_states: list[tuple[dict[str, Any], dict[str, Any]]] = []
     forbidden_reads: list[Refused] = []
     try:
         for name, call in calls.items():
             module = block.get_submodule(name)
             state = vars(module)
             hooks = {k: state[k] for k in HOOKS if state.get(k)}  # rewritten programs call the module with its hooks
-            replaced.append((state, {k: v for k, v in state.items() if k in hooks or k == "forward"}))
+            saved_states.append((state, {k: v for k, v in state.items() if k in hooks or k == "forward"}))
             state["forward"] = _Stub(call, forbidden_reads)
             state.update({k: type(hook)() for k, hook in hooks.items()})
         yield forbidden_reads
     finally:
-        for state, before in reversed(replaced):
+        for state, before in reversed(saved_states):
             state.pop("forward")
             state.update(before)
 
@@ -237,16 +237,16 @@ class _Stub:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         inputs, call = collect_given_tensors((*args, *kwargs.values())), self.call
-        known = [r for r in call.results if isinstance(r, ResultTensor)]
+        tensor_results = [r for r in call.results if isinstance(r, ResultTensor)]
         if not any(is_passed(v) for v in pytree.tree_leaves((args, kwargs))):
             raise Refused(
                 f"{call.module} is called with an object that it may write to, and without one elsewhere in the block",
                 source=str(find_user_source()),
                 remedy="use a submodule for each of the calls",
             )
-        if any(r.template >= len(inputs) for r in known):
+        if any(r.template >= len(inputs) for r in tensor_results):
             raise Refused(f"{call.module} is called with other tensors than those that were recorded")
-        if not known:
+        if not tensor_results:
             text = ", ".join("None" if r is None else str(r) for r in call.results)
             raise Refused(
                 f"{call.module} gets an object that it may write to, and returns no contiguous tensor of the shape "
@@ -255,17 +255,17 @@ class _Stub:
                 remedy="let it return a tensor in the shape of the hidden states, alone or in a tuple, and "
                 "y.contiguous() instead of a y that is not contiguous",
             )
-        made = iter(UnknownResult.apply(tuple(known), *inputs))
-        out = [self._make(i, r, made) for i, r in enumerate(call.results)]
+        tensors = iter(UnknownResult.apply(tuple(tensor_results), *inputs))
+        out = [self._make(i, r, tensors) for i, r in enumerate(call.results)]
         return call.container(out) if call.container else out[0]
 
-    def _make(self, i: int, result: Result, made: Iterator[torch.Tensor]) -> Any:
+    def _make(self, i: int, result: Result, tensors: Iterator[torch.Tensor]) -> Any:
         if isinstance(result, str):
             module = self.call.module
             return _make_stand_in(f"result {i} of {module}, {result},", module, self.forbidden_reads)
         if result is None:
             return None
-        tensor = next(made)
+        tensor = next(tensors)
         if type(tensor) is FakeTensor:
             tensor.__class__ = self.result_class
         return tensor
@@ -281,15 +281,15 @@ class UnknownResult(torch.autograd.Function):
     def forward(ctx: Any, results: tuple[ResultTensor, ...], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.results, ctx.inputs = results, [(t.shape, t.dtype) for t in inputs]
         ctx.set_materialize_grads(False)
-        made = []
+        tensors = []
         for i, r in enumerate(results):
             x = inputs[r.template]
             out = torch.empty(x.shape, dtype=r.dtype or x.dtype, device=x.device)
             if not isinstance(x, FakeTensor):
                 noise = torch.arange(x.numel(), device=x.device, dtype=torch.float64).mul(0.7).add(i).sin()
                 out.copy_(noise.reshape(x.shape) + 0.5 * x)
-            made.append(out)
-        return tuple(made)
+            tensors.append(out)
+        return tuple(tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:

@@ -73,8 +73,8 @@ class SizeGuard:
         return _SYMBOLS[self.op if self.value else _NEGATIONS[self.op]]
 
     def __str__(self) -> str:
-        unless = f", or {self.unless} == 0" if self.unless else ""
-        return f"{self.left} {self.symbol} {self.right}{unless}"
+        exception = f", or {self.unless} == 0" if self.unless else ""
+        return f"{self.left} {self.symbol} {self.right}{exception}"
 
 
 @functools.lru_cache(maxsize=4096)
@@ -118,37 +118,37 @@ class SizeLog:
         self.leaked_routing = False
         self.expressions: dict[int, str] = {}
         for count, times in itertools.product(range(1, len(self.dims) + 1), _list_products(fixed)):
-            for chosen in itertools.combinations(self.dims, count):
-                text = "*".join((*chosen, *([str(times)] if times > 1 else [])))
-                self.expressions.setdefault(times * math.prod(self.dims[d] for d in chosen), text)
+            for combination in itertools.combinations(self.dims, count):
+                text = "*".join((*combination, *([str(times)] if times > 1 else [])))
+                self.expressions.setdefault(times * math.prod(self.dims[d] for d in combination), text)
 
     def log_comparison(self, left: str, op: str, right: str, value: bool) -> None:
         guard = SizeGuard(left, op, right, value)
         if guard not in self.seen:
             self.seen.add(guard)
-            unless, source = "*".join(_find_divisors(left) | _find_divisors(right)), find_user_source()
+            divisors, source = "*".join(_find_divisors(left) | _find_divisors(right)), find_user_source()
             if len(self.seen) > MAX_COMPARISONS:
                 raise Refused(
                     f"it compares {left} with more than {MAX_COMPARISONS} numbers: {source.text}",
                     source=str(source),
                     remedy="compare with the bounds of a range, as in 8 <= n < 512, or with fewer numbers",
                 )
-            self.guards.append(dataclasses.replace(guard, unless=unless, source=str(source)))
+            self.guards.append(dataclasses.replace(guard, unless=divisors, source=str(source)))
 
-    def unify_names(self, known: Iterable[SizeGuard]) -> None:
+    def unify_names(self, known_guards: Iterable[SizeGuard]) -> None:
         """Rewrite the guards in the expressions of other captures: with B = 1, B*S and S are one number here.
 
         Args:
-            known: guards of other captures.
+            known_guards: guards of other captures.
         """
         names: dict[tuple[str, str, str], list[SizeGuard]] = {}
-        for guard in known:
+        for guard in known_guards:
             names.setdefault((self._rename(guard.left), guard.op, self._rename(guard.right)), []).append(guard)
         guards = []
         for guard in self.guards:
-            same = names.get((guard.left, guard.op, guard.right), [])
-            exact = [k for k in same if (k.left, k.right) == (guard.left, guard.right)]
-            guards += [dataclasses.replace(k, value=guard.value) for k in exact or same] or [guard]
+            same_guards = names.get((guard.left, guard.op, guard.right), [])
+            exact = [k for k in same_guards if (k.left, k.right) == (guard.left, guard.right)]
+            guards += [dataclasses.replace(k, value=guard.value) for k in exact or same_guards] or [guard]
         self.guards = list(dict.fromkeys(guards))
 
     def _rename(self, text: str) -> str:
@@ -171,5 +171,5 @@ class SizeLog:
 
 def _list_products(factors: Sequence[int]) -> list[int]:
     """Return 1 and the products of subsets of `factors`, ascending."""
-    several = (itertools.combinations(factors, count) for count in range(len(factors) + 1))
-    return sorted({math.prod(chosen) for chosen in itertools.chain.from_iterable(several)})
+    combinations = (itertools.combinations(factors, count) for count in range(len(factors) + 1))
+    return sorted({math.prod(combination) for combination in itertools.chain.from_iterable(combinations)})

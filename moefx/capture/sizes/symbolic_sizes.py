@@ -231,8 +231,8 @@ def _make_symbolic(name: str, fn: Callable) -> Callable:
     """Wrap a function of a number so that its result keeps an expression; `math.sqrt` would return a plain float."""
 
     def function(x: Any, *rest: Any) -> Any:
-        known = isinstance(x, Number) and not rest
-        return x._derive(fn(x.value), f"{name}({x.expr})") if known else fn(x, *rest)
+        is_symbolic = isinstance(x, Number) and not rest
+        return x._derive(fn(x.value), f"{name}({x.expr})") if is_symbolic else fn(x, *rest)
 
     return function
 

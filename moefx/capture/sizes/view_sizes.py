@@ -34,14 +34,14 @@ class ViewSizes:
             Refused: the view does not fit the sizes of this capture. The log has the comparison, so that the next
                 capture chooses others.
         """
-        known = [n for n in shape if isinstance(n, Size) or n != -1]
-        symbolic = [n for n in (*axes, *known) if isinstance(n, Number)]
+        given_sizes = [n for n in shape if isinstance(n, Size) or n != -1]
+        symbolic = [n for n in (*axes, *given_sizes) if isinstance(n, Number)]
         if not any(isinstance(n, Size) for n in axes) or any(not isinstance(n.expr, str) for n in symbolic):
             return
         tokens: Any = functools.reduce(lambda a, b: a * b, [n for n in axes if isinstance(n, Size)])
-        step: Any = math.prod(known)
+        step: Any = math.prod(given_sizes)
         width = math.prod(n for n in axes if type(n) is int)
-        is_whole = len(known) == len(shape)
+        is_whole = len(given_sizes) == len(shape)
         if not is_whole and peek_value(step) == 0:
             return  # torch raises its own error: it cannot infer an axis beside one of 0
         if is_whole:
@@ -52,7 +52,7 @@ class ViewSizes:
             left, right, is_met = f"{tokens.expr}%{step}", "0", step < 2 or tokens.value % step == 0
         else:
             left, right, is_met = f"({tokens.expr}*{width})%({step.expr})", "0", tokens.value * width % step.value == 0
-        if self._fits_all_sizes(axes, known, is_whole):
+        if self._fits_all_sizes(axes, given_sizes, is_whole):
             return
         self.sizes.log_comparison(left, "eq", right, is_met)
         if not is_met:

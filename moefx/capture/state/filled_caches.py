@@ -49,11 +49,11 @@ class _CacheList:
         self.others = -1
 
     def update(self) -> list[Any]:
-        alive = [cache for ref in self.caches if (cache := ref()) is not None]
-        if sys.getrefcount(_CACHE) - len(alive) != self.others:
-            alive = [candidate for candidate in gc.get_objects() if type(candidate) is _CACHE]
-            self.caches, self.others = [weakref.ref(c) for c in alive], sys.getrefcount(_CACHE) - len(alive)
-        return alive
+        caches = [cache for ref in self.caches if (cache := ref()) is not None]
+        if sys.getrefcount(_CACHE) - len(caches) != self.others:
+            caches = [candidate for candidate in gc.get_objects() if type(candidate) is _CACHE]
+            self.caches, self.others = [weakref.ref(c) for c in caches], sys.getrefcount(_CACHE) - len(caches)
+        return caches
 
 
 _all_caches = _CacheList().update

@@ -52,8 +52,8 @@ def refuse_identity_tests(block: nn.Module) -> None:
         spaces += [vars(c) for cls in classes for c in cls.__mro__]
         todo += [*referenced, vars(function).get("__wrapped__")]
         todo += [space[name] for space in spaces for name in (names - {"forward"}) & space.keys()]
-        fixed = {k for k, v in outer.items() if isinstance(v, (type, types.FunctionType))}
-        for line, question in itertools.chain(*(_find_identity_tests(one, fixed) for one in codes)):
+        constant_names = {k for k, v in outer.items() if isinstance(v, (type, types.FunctionType))}
+        for line, question in itertools.chain(*(_find_identity_tests(one, constant_names) for one in codes)):
             raise Refused(
                 f"{function.__qualname__} asks {question}, which may be an object that the block is given",
                 source=f"{code.co_filename.rsplit('/', 1)[-1]}:{line}",
@@ -62,11 +62,11 @@ def refuse_identity_tests(block: nn.Module) -> None:
             )
 
 
-def _find_identity_tests(code: types.CodeType, fixed: Collection[str]) -> Iterator[tuple[int, str]]:
+def _find_identity_tests(code: types.CodeType, constant_names: Collection[str]) -> Iterator[tuple[int, str]]:
     """Yield the lines of tests of variables other than `self`, with a description.
 
     Args:
-        fixed: names of outer classes and functions; comparisons with these are fine.
+        constant_names: names of outer classes and functions; comparisons with these are fine.
     """
     lines = dict(dis.findlinestarts(code))
     line, question, is_fixed = 0, "", False
@@ -79,5 +79,5 @@ def _find_identity_tests(code: types.CodeType, fixed: Collection[str]) -> Iterat
         if step.opname == "IS_OP" and not is_fixed:
             yield line, "whether a variable is another one"
         is_outer = "GLOBAL" in step.opname or "DEREF" in step.opname
-        is_fixed = step.opname.startswith("LOAD_CONST") or (is_outer and step.argval in fixed)
+        is_fixed = step.opname.startswith("LOAD_CONST") or (is_outer and step.argval in constant_names)
         question = str(step.argval) if is_outer and step.argval in ("type", "id", "callable", "is_", "is_not") else ""

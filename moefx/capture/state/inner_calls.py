@@ -151,8 +151,8 @@ class InnerCall:
 def _count_versions(tracer: Recorder, tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
     """Return the number of writes to each tensor, and the number of its attributes."""
     with suspend_modes(), torch.DisableTorchFunction():
-        known = [t for t in tensors if id(t) in tracer.aliases]
-        return [(tracer.versions.get(id(tracer.find_base(t)), 0), len(vars(t))) for t in known]
+        tracked = [t for t in tensors if id(t) in tracer.aliases]
+        return [(tracer.versions.get(id(tracer.find_base(t)), 0), len(vars(t))) for t in tracked]
 
 
 class StateSnapshot:
@@ -167,36 +167,38 @@ class StateSnapshot:
         self.versions = _count_versions(tracer, self.tensors)
         self.attributes = self._list_attributes()
         inside = {id(m) for m in module.modules()}
-        outside = {id(v) for m in model.modules() if id(m) not in inside for v in vars(m).values()}
+        outer_ids = {id(v) for m in model.modules() if id(m) not in inside for v in vars(m).values()}
         self.containers = {  # containers that only this module has, such as a table of positions by length
             key: (value, copy_items(value))
             for key, value in self.attributes.items()
-            if find_base_type(value) is not None and id(value) not in outside
+            if find_base_type(value) is not None and id(value) not in outer_ids
         }
         self.outside_state = OutsideState(module, (), iterate_objects(args, kwargs))
 
     def find_changes(self, out: Any) -> CallChanges:
         """Compare with the state after the call, which returned `out`."""
-        now = self._list_attributes()
-        names = {key for key, value in now.items() if key not in self.attributes or self.attributes[key] is not value}
+        attributes = self._list_attributes()
+        names = {
+            key for key, value in attributes.items() if key not in self.attributes or self.attributes[key] is not value
+        }
         names |= {
             key for key, (value, items) in self.containers.items() if not have_same_items(copy_items(value), items)
         }
         modules = dict(self.module.named_modules())
-        replaced = [key for path, key in names if key in modules[path]._buffers]
+        buffers = [key for path, key in names if key in modules[path]._buffers]
         results = self._find_roots(collect_tensors(out))
-        missed = None
+        missed_change = None
         if _count_versions(self.tracer, self.tensors) != self.versions:
-            missed = "writes to one of its inputs in place", "return a new tensor from it"
+            missed_change = "writes to one of its inputs in place", "return a new tensor from it"
         elif {*self._find_roots(self.tensors)} & {*results}:
-            missed = "returns one of its inputs, or a view of it", "return a new tensor from it"
+            missed_change = "returns one of its inputs, or a view of it", "return a new tensor from it"
         elif len({*results}) < len(results):
-            missed = "returns two tensors that share memory", "return new tensors from it"
-        elif replaced:
-            missed = f"replaces its buffer {replaced[0]} by another tensor", "write to the buffer in place"
-        elif elsewhere := self.outside_state.list_changes({id(value) for value, _ in self.containers.values()}):
-            missed = f"writes to {elsewhere[0]}", "keep it in the object, or in a buffer of its own"
-        return CallChanges(missed, frozenset(names))
+            missed_change = "returns two tensors that share memory", "return new tensors from it"
+        elif buffers:
+            missed_change = f"replaces its buffer {buffers[0]} by another tensor", "write to the buffer in place"
+        elif outside_changes := self.outside_state.list_changes({id(value) for value, _ in self.containers.values()}):
+            missed_change = f"writes to {outside_changes[0]}", "keep it in the object, or in a buffer of its own"
+        return CallChanges(missed_change, frozenset(names))
 
     def _find_roots(self, tensors: Iterable[torch.Tensor]) -> list[int]:
         with suspend_modes(), torch.DisableTorchFunction():

@@ -26,7 +26,9 @@ def refuse_opaque_state(block: nn.Module) -> None:
         Refused: the code names one, such as `self.clock = itertools.count()`.
     """
     code = trace_closure(collect_code(block))
-    named = {str(where): value for where, value in find_attributes(block).items() if where.attribute in code.names}
+    named = {
+        str(location): value for location, value in find_attributes(block).items() if location.attribute in code.names
+    }
     for path, value in {**named, **{entry.name: entry.value for entry in code.globals}}.items():
         if _is_opaque(value):
             raise Refused(

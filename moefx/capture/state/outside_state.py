@@ -57,10 +57,10 @@ class OutsideState:
         generators: random generators among them, by path.
     """
 
-    def __init__(self, block: nn.Module, arguments: Any, without: Iterable[Any] = ()):
+    def __init__(self, block: nn.Module, arguments: Any, excluded_objects: Iterable[Any] = ()):
         self.generators: dict[str, Any] = {}
         modules = [*block.named_modules()]
-        self._seen = {id(module) for _, module in modules} | {id(excluded) for excluded in without}
+        self._seen = {id(module) for _, module in modules} | {id(excluded) for excluded in excluded_objects}
         self._saved: list[tuple[str, Any, Any, Callable[[Any], None]]] = []  # path, object, its items, restore
         for prefix, module in modules:
             for name, value in vars(module).items():
@@ -94,9 +94,9 @@ class OutsideState:
 
     def restore(self) -> None:
         """Restore objects that differ. Unchanged objects are not written to."""
-        for _, obj, items, put in self._saved:
+        for _, obj, items, restore_content in self._saved:
             if find_base_type(obj) is not None or isinstance(obj, _NewNames) or not _has_content(obj, items):
-                put(items)  # a container may differ in its order alone
+                restore_content(items)  # a container may differ in its order alone
 
     def _visit(self, path: str, value: Any, depth: int = _MAX_DEPTH) -> None:
         if type(value) in _SCALARS or id(value) in self._seen:
@@ -193,8 +193,8 @@ class _NewNames:
         self.namespace, self.before = namespace, before
 
     def read_values(self) -> dict[str, Any]:
-        gained = {name: self.namespace[name] for name in self.namespace.keys() - self.before - {_SHOWN_WARNINGS}}
-        return {k: v for k, v in gained.items() if not isinstance(v, (type, types.ModuleType, types.FunctionType))}
+        new_values = {name: self.namespace[name] for name in self.namespace.keys() - self.before - {_SHOWN_WARNINGS}}
+        return {k: v for k, v in new_values.items() if not isinstance(v, (type, types.ModuleType, types.FunctionType))}
 
     def remove(self, _: Any) -> None:
         for name in self.read_values():
@@ -219,8 +219,8 @@ def _is_array(value: Any) -> bool:
 
 
 def _has_content(obj: Any, items: Any) -> bool:
-    now = _copy_content(obj)
-    return now.tobytes() == items.tobytes() if _is_array(now) else have_same_items(now, items)
+    content = _copy_content(obj)
+    return content.tobytes() == items.tobytes() if _is_array(content) else have_same_items(content, items)
 
 
 def _copy_content(obj: Any) -> Any:
@@ -238,13 +238,13 @@ def _copy_content(obj: Any) -> Any:
     return copy_items(obj)
 
 
-def _is_filled_cache(before: Any, now: Any) -> bool:
+def _is_filled_cache(before: Any, after: Any) -> bool:
     """Return whether a dict only gained objects under new keys, without tensors and numbers, like a library's
     backends."""
-    if not isinstance(now, dict) or any(now.get(k, now) is not v for k, v in before.items()):
+    if not isinstance(after, dict) or any(after.get(k, after) is not v for k, v in before.items()):
         return False
     return not any(
-        is_plain(v) or collect_tensors(v) or collect_tensors(getattr(v, "__dict__", ())) for v in now.values()
+        is_plain(v) or collect_tensors(v) or collect_tensors(getattr(v, "__dict__", ())) for v in after.values()
     )
 
 

@@ -46,8 +46,8 @@ def have_same_items(a: Any, b: Any) -> bool:
 
 def restore_items(container: Any, items: Any) -> None:
     """Restore items that `copy_items` returned, in the same order. Write only differences."""
-    base, now = find_base_type(container), copy_items(container)
-    if have_same_items(now, items) and list(now) == list(items):
+    base, current = find_base_type(container), copy_items(container)
+    if have_same_items(current, items) and list(current) == list(items):
         return
     if base is list:
         list.__setitem__(container, slice(None), items)
@@ -55,14 +55,14 @@ def restore_items(container: Any, items: Any) -> None:
         base.clear(container)
         (set.update if base is set else collections.deque.extend)(container, items)
     else:
-        _restore_dict(base, container, now, items)
+        _restore_dict(base, container, current, items)
 
 
-def _restore_dict(base: Any, container: Any, now: dict[Any, Any], items: dict[Any, Any]) -> None:
-    for key in now.keys() - items.keys():
+def _restore_dict(base: Any, container: Any, current: dict[Any, Any], items: dict[Any, Any]) -> None:
+    for key in current.keys() - items.keys():
         base.__delitem__(container, key)
     for key, value in items.items():
-        if key not in now or now[key] is not value:
+        if key not in current or current[key] is not value:
             base.__setitem__(container, key, value)
     if list(base.keys(container)) != list(items):
         base.clear(container)

@@ -26,10 +26,10 @@ from .raw_containers import copy_items, restore_items
 
 def _list_attribute_tensors(block: nn.Module) -> list[tuple[dict[str, Any], str, str, torch.Tensor]]:
     """List tensors that are plain attributes of modules: the module's `vars`, the name, the path, and the tensor."""
-    owned = [(prefix, vars(module)) for prefix, module in block.named_modules()]
+    states = [(prefix, vars(module)) for prefix, module in block.named_modules()]
     return [
         (state, key, f"{prefix}.{key}" if prefix else key, value)
-        for prefix, state in owned
+        for prefix, state in states
         for key, value in state.items()
         if isinstance(value, torch.Tensor)
     ]
@@ -52,14 +52,14 @@ def install_copies(block: nn.Module, make_copy: Callable[[torch.Tensor, str], to
     Returns:
         The paths of the copies, by id.
     """
-    made: dict[int, torch.Tensor] = {}
+    copies: dict[int, torch.Tensor] = {}
     named: dict[int, str] = {}
     for state, key, path, value in _list_attribute_tensors(block):
         if not is_float(value):
-            if id(value) not in made:
-                made[id(value)] = make_copy(value, path)
-                named[id(made[id(value)])] = path
-            state[key] = made[id(value)]
+            if id(value) not in copies:
+                copies[id(value)] = make_copy(value, path)
+                named[id(copies[id(value)])] = path
+            state[key] = copies[id(value)]
     return named
 
 
@@ -78,17 +78,17 @@ def silence_hooks(block: nn.Module) -> Iterator[None]:
     The block's own hooks run outside of its forward. Forward hooks of submodules observe results, such as router
     logits. Pre-hooks of submodules stay, because they may compute weights.
     """
-    removed: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    removed_hooks: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for module in block.modules():
         state = vars(module)
         hooks = {k: state[k] for k in (HOOKS if module is block else HOOKS - _BEFORE) if state.get(k)}
         if hooks:
-            removed.append((state, hooks))
+            removed_hooks.append((state, hooks))
             state.update({k: type(hook)() for k, hook in hooks.items()})
     try:
         yield
     finally:
-        for state, hooks in removed:
+        for state, hooks in removed_hooks:
             state.update(hooks)
 
 
@@ -120,14 +120,16 @@ def keep_random_state(extra: Mapping[str, Any] | None = None) -> Iterator[Callab
     Yields:
         A function that names the generators that the program has used.
     """
-    known = {**(extra or {}), "random": random, "numpy.random": getattr(sys.modules.get("numpy"), "random", None)}
-    accessors = {name: pair for name, generator in known.items() if (pair := _find_accessors(generator)) is not None}
+    generators = {**(extra or {}), "random": random, "numpy.random": getattr(sys.modules.get("numpy"), "random", None)}
+    accessors = {
+        name: pair for name, generator in generators.items() if (pair := _find_accessors(generator)) is not None
+    }
     before = {name: get() for name, (get, _) in accessors.items()}
     try:  # states with arrays have no ==
         yield lambda: [n for n, (get, _) in accessors.items() if pickle.dumps(get()) != pickle.dumps(before[n])]
     finally:
-        for name, (_, put) in accessors.items():
-            put(before[name])
+        for name, (_, set_state) in accessors.items():
+            set_state(before[name])
 
 
 def collect_effects(
@@ -157,17 +159,17 @@ def collect_effects(
             effects.append(Effect("input", node, tracer.node_of(t)))
     for n, m in modules:
         for key, value in vars(m).items():
-            old = before[n].get(key, None)
-            if value is old or key in REGISTRIES or key.startswith("_forward") or key.startswith("_backward"):
+            value_before = before[n].get(key, None)
+            if value is value_before or key in REGISTRIES or key.startswith("_forward") or key.startswith("_backward"):
                 continue
             path = f"{n}.{key}" if n else key
-            if _holds_copies(value, old, tracer):  # `nn.GRU` lists its parameters again if they were replaced
+            if _holds_copies(value, value_before, tracer):  # `nn.GRU` lists its parameters again if they were replaced
                 continue
             if isinstance(value, torch.Tensor) and id(value) in tracer.aliases:
                 effects.append(Effect("attribute", path, tracer.node_of(value)))
             elif _holds_results(value, tracer) and collect_tensors(value):
                 effects.append(Effect("attribute", path, map_tensors(value, tracer.node_of)))
-            elif not _is_equal(value, old):
+            elif not _is_equal(value, value_before):
                 effects.append(Effect("state", path, value))
     return effects
 
@@ -175,23 +177,23 @@ def collect_effects(
 def find_registry_changes(registries: Registries) -> list[Effect]:
     """Find submodules, parameters and buffers that a call registered, replaced or removed."""
     effects = []
-    for path, now, before in registries:
-        for name in now.keys() | before.keys():
-            if name not in now or name not in before or now[name] is not before[name]:
-                effects.append(Effect("state", f"{path}.{name}" if path else name, now.get(name)))
+    for path, registry, before in registries:
+        for name in registry.keys() | before.keys():
+            if name not in registry or name not in before or registry[name] is not before[name]:
+                effects.append(Effect("state", f"{path}.{name}" if path else name, registry.get(name)))
     return effects
 
 
 def copy_registries(modules: Iterable[tuple[str, nn.Module]], keys: Iterable[str]) -> Registries:
     """Copy the dictionaries `keys` of each module: `REGISTRIES`, or `HOOKS`."""
-    owned = [(path, vars(module)) for path, module in modules]
-    return [(path, state[key], copy_items(state[key])) for path, state in owned for key in keys if key in state]
+    states = [(path, vars(module)) for path, module in modules]
+    return [(path, state[key], copy_items(state[key])) for path, state in states for key in keys if key in state]
 
 
 def restore_registries(registries: Registries) -> None:
-    for _, now, before in registries:
-        if now or before:
-            restore_items(now, before)
+    for _, registry, before in registries:
+        if registry or before:
+            restore_items(registry, before)
 
 
 def _holds_results(value: Any, tracer: Tracer) -> bool:
@@ -201,31 +203,33 @@ def _holds_results(value: Any, tracer: Tracer) -> bool:
     return id(value) in tracer.aliases if isinstance(value, torch.Tensor) else type(value) in (str, bool, int, NoneType)
 
 
-def _holds_copies(value: Any, old: Any, tracer: Tracer) -> bool:
+def _holds_copies(value: Any, value_before: Any, tracer: Tracer) -> bool:
     """Return whether a list holds, or refers weakly to, the abstract copies of the parameters that it held before
     the call."""
-    if type(value) is not list or type(old) is not list or len(value) != len(old):
+    if type(value) is not list or type(value_before) is not list or len(value) != len(value_before):
         return False
-    now, before = ([v() if isinstance(v, weakref.ref) else v for v in some] for some in (value, old))
-    nodes = [tracer.node_of(t) for t in now if isinstance(t, torch.Tensor) and id(t) in tracer.aliases]
-    if not now or len(nodes) < len(now):
+    items, items_before = (
+        [v() if isinstance(v, weakref.ref) else v for v in values] for values in (value, value_before)
+    )
+    nodes = [tracer.node_of(t) for t in items if isinstance(t, torch.Tensor) and id(t) in tracer.aliases]
+    if not items or len(nodes) < len(items):
         return False
-    return all(n.op == "get_attr" and n.meta["original"] is t for n, t in zip(nodes, before, strict=True))
+    return all(n.op == "get_attr" and n.meta["original"] is t for n, t in zip(nodes, items_before, strict=True))
 
 
-def _is_equal(value: Any, old: Any) -> bool:
-    if collect_tensors(value) or collect_tensors(old):
+def _is_equal(value: Any, value_before: Any) -> bool:
+    if collect_tensors(value) or collect_tensors(value_before):
         return False
     try:
-        return bool(value == old)
+        return bool(value == value_before)
     except Exception:
         return False
 
 
 def restore_attributes(module: nn.Module, before: dict[str, Any]) -> None:
-    now = vars(module)
-    for key in [k for k in now if k not in before]:
-        del now[key]
+    attributes = vars(module)
+    for key in [k for k in attributes if k not in before]:
+        del attributes[key]
     for key, value in before.items():
-        if now.get(key) is not value:
-            now[key] = value
+        if attributes.get(key) is not value:
+            attributes[key] = value

@@ -33,14 +33,14 @@ _WITHOUT_MODE = ("range",)  # functions for which torch calls no mode
 
 @contextlib.contextmanager
 def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    had = name in vars(owner)
-    old = vars(owner).get(name)
+    is_own = name in vars(owner)
+    original = vars(owner).get(name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        if had:
-            setattr(owner, name, old)
+        if is_own:
+            setattr(owner, name, original)
         else:
             delattr(owner, name)
 
@@ -137,8 +137,8 @@ def _wrap_conversion(tracer: Tracer, original: Callable) -> Callable:
         for part in module.modules() if recurse else [module]:
             for tensors in (part._parameters, part._buffers):
                 for key, t in tensors.items():
-                    if t is not None and tracer.check_conversion(t, moved := fn(t.detach())):
-                        tensors[key] = moved
+                    if t is not None and tracer.check_conversion(t, converted := fn(t.detach())):
+                        tensors[key] = converted
         return module
 
     return apply

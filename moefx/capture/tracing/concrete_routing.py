@@ -118,15 +118,15 @@ class Routing:
         base = torch.rand(rows, n, generator=self.generator, dtype=torch.float64) - 0.5
         if self.kind == "concentrated":
             base *= 0.1  # all tokens have the same order
-        swapped = (
+        is_swapped = (
             torch.rand(rows, generator=self.generator, dtype=torch.float32) < 0.5 if self.kind == "contested" else None
         )
         ranks = min(n, 16)
         step = 2.5 / ranks
         for r in range(ranks):
             column = self._choose_experts(rows, n, r)
-            if swapped is not None and r < 2:
-                column = torch.where(swapped, self._choose_experts(rows, n, 1 - r), column)
+            if is_swapped is not None and r < 2:
+                column = torch.where(is_swapped, self._choose_experts(rows, n, 1 - r), column)
             bonus = 3.0 - r * step
             # an earlier choice of the token keeps its higher score
             current = base.gather(1, column[:, None]).squeeze(1)
@@ -134,8 +134,8 @@ class Routing:
         if self.kind == "diverse":
             # some experts tie, and `scores >= kth` selects more than `topk`; some tokens score all experts below a
             # threshold, and select none
-            repeated = [r for r in range(rows) if r % _period_rows(n) >= n] or ([rows - 1] if rows > 4 else [])
-            for i, row in enumerate(repeated, self.seed):
+            repeated_rows = [r for r in range(rows) if r % _period_rows(n) >= n] or ([rows - 1] if rows > 4 else [])
+            for i, row in enumerate(repeated_rows, self.seed):
                 base[row] = (
                     base[row].round(),
                     (base[row] / 1.2).floor(),
@@ -151,8 +151,8 @@ class Routing:
         for row, expert in enumerate(self.prefer[:rows]):
             if expert < n:  # with its neighbours, so that a choice of groups selects it too
                 base[row] = torch.rand(n, generator=self.generator, dtype=torch.float64) - 3.0
-                near = (expert + torch.arange(min(n, ranks))) % n
-                base[row, near] = 3.0 - step * torch.arange(len(near), dtype=torch.float64)
+                next_experts = (expert + torch.arange(min(n, ranks))) % n
+                base[row, next_experts] = 3.0 - step * torch.arange(len(next_experts), dtype=torch.float64)
                 if self.kind == "unsure":
                     base[row] = 0.01 * base[row] - (0, 8)[self.seed // n % 2]
         return base
@@ -171,18 +171,18 @@ class Routing:
             ) % n
         if self.kind == "skewed":
             weight = torch.zeros(n, dtype=torch.float64)
-            live = self._order_experts(n)[: _count_live(n)]
-            weight[live] = 1.0 / torch.arange(1, len(live) + 1, dtype=torch.float64)
+            live_experts = self._order_experts(n)[: _count_live(n)]
+            weight[live_experts] = 1.0 / torch.arange(1, len(live_experts) + 1, dtype=torch.float64)
             return torch.multinomial(weight, rows, replacement=True, generator=self.generator)
-        popular = (self.seed + rank) % n
-        choice = torch.full((rows,), popular)
+        popular_expert = (self.seed + rank) % n
+        choice = torch.full((rows,), popular_expert)
         if self.kind == "concentrated":
             return choice
-        stray = torch.rand(rows, generator=self.generator, dtype=torch.float32) < 0.1
-        elsewhere = torch.randint(0, n, (rows,), generator=self.generator)
+        is_stray = torch.rand(rows, generator=self.generator, dtype=torch.float32) < 0.1
+        stray_experts = torch.randint(0, n, (rows,), generator=self.generator)
         if n > 3:
-            elsewhere = torch.where(elsewhere == self._spared_expert(n), choice, elsewhere)
-        return torch.where(stray, elsewhere, choice)
+            stray_experts = torch.where(stray_experts == self._spared_expert(n), choice, stray_experts)
+        return torch.where(is_stray, stray_experts, choice)
 
     def _spared_expert(self, n: int) -> int:
         """Return the column that stray tokens avoid: the last choice of the crowd."""
@@ -222,9 +222,9 @@ class Routing:
         if (value == value.flatten()[0]).all():
             value = _vary(value, generator)
         elif (self.seed or _is_identity(value)) and (value.dtype != torch.bool or value.numel() == max(value.shape)):
-            along = value.shape.index(max(value.shape)) if value.dtype == torch.bool else 0
-            permuted = value.index_select(along, torch.randperm(value.shape[along], generator=generator))
-            value = value.roll(1, along) if torch.equal(permuted, value) else permuted  # often equal if it is short
+            axis = value.shape.index(max(value.shape)) if value.dtype == torch.bool else 0
+            permuted = value.index_select(axis, torch.randperm(value.shape[axis], generator=generator))
+            value = value.roll(1, axis) if torch.equal(permuted, value) else permuted  # often equal if it is short
         if extra_values:
             _insert(extra_values, value, self.seed, generator)
         return value
@@ -233,9 +233,9 @@ class Routing:
 def _tie_rows(value: torch.Tensor) -> torch.Tensor:
     """Make most rows equal. Tensors with equally many rows have the same equal rows."""
     rows = value.flatten(0, -2) if value.dim() > 1 else value
-    same = torch.rand(len(rows), generator=torch.Generator().manual_seed(len(rows)), dtype=torch.float32) < 0.8
-    if bool(same.any()):
-        rows[same] = rows[same][0].clone()
+    is_tied = torch.rand(len(rows), generator=torch.Generator().manual_seed(len(rows)), dtype=torch.float32) < 0.8
+    if bool(is_tied.any()):
+        rows[is_tied] = rows[is_tied][0].clone()
     return rows.view(value.shape)
 
 
@@ -274,8 +274,8 @@ def _vary(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         return value ^ (
             torch.rand(value.shape, generator=generator, dtype=torch.float32) < (0.25 if value.numel() > 1 else 0.5)
         )
-    least = -1 if value.flatten()[0] > 0 else 0
-    return value + torch.randint(least, 3, value.shape, generator=generator).to(value.dtype)
+    low = -1 if value.flatten()[0] > 0 else 0
+    return value + torch.randint(low, 3, value.shape, generator=generator).to(value.dtype)
 
 
 def _count_live(n: int) -> int:

@@ -70,8 +70,8 @@ def _evaluate(
     if _is_invented(node):
         return invent(node)
     if node.target in SHAPE_ONLY:
-        like = node.args[0].meta["val"]  # type: ignore[union-attr]
-        zeros = torch.zeros(like.shape, dtype=like.dtype)
+        template = node.args[0].meta["val"]  # type: ignore[union-attr]
+        zeros = torch.zeros(template.shape, dtype=template.dtype)
         return node.target(zeros, *node.args[1:], **{**node.kwargs, "device": None})  # type: ignore[operator]
     args, kwargs = map_arg((node.args, node.kwargs), value_of)
     kwargs = {k: torch.device("cpu") if k == "device" and v is not None else v for k, v in kwargs.items()}

@@ -33,24 +33,24 @@ class ForcedValues:
         self._numbers: dict[tuple[Source, torch.Size], torch.Tensor] = {}  # inputs of selections, by location and shape
 
     def apply(
-        self, forced: Any, func: Any, args: tuple, kwargs: dict[str, Any], results: tuple[Any, Any], computation: int,
+        self, outcome: Any, func: Any, args: tuple, kwargs: dict[str, Any], results: tuple[Any, Any], computation: int,
         from_integers: bool,
     ) -> tuple[Any, Any]:  # fmt: skip
         """Replace the visible and the concrete result of an op.
 
         Args:
-            forced: an entry of `Interventions`.
+            outcome: an entry of `Interventions`.
             results: the results of `OpRunner.compute`.
             computation: the hash of the op with its arguments.
             from_integers: whether the result follows from routing integers alone.
         """
         out, concrete = results
-        if callable(forced):
-            changed = {id(t): forced(t) for t in collect_tensors(out) if not is_float(t)}
-            out, concrete = (map_tensors(tree, lambda t: changed.get(id(t), t)) for tree in (out, concrete))
-        elif forced == FORCE_VARIED:
+        if callable(outcome):
+            forced_by_id = {id(t): outcome(t) for t in collect_tensors(out) if not is_float(t)}
+            out, concrete = (map_tensors(tree, lambda t: forced_by_id.get(id(t), t)) for tree in (out, concrete))
+        elif outcome == FORCE_VARIED:
             return self._vary(func, args, kwargs, out, concrete, computation)
-        elif forced == FORCE_MIXED:
+        elif outcome == FORCE_MIXED:
             return self._mix(func, args, kwargs, out, concrete, computation, from_integers)
         return out, concrete
 
@@ -75,8 +75,8 @@ class ForcedValues:
                 return numbers.to(t.dtype) if is_float(t) else self.runner.concrete(t)
 
             concrete = func(*map_tensors(args, replace_input), **kwargs)
-            others = iter(collect_tensors(concrete))
-            return map_tensors(out, lambda t: other if not is_float(other := next(others)) else t), concrete
+            values = iter(collect_tensors(concrete))
+            return map_tensors(out, lambda t: other if not is_float(other := next(values)) else t), concrete
         if not isinstance(out, torch.Tensor):
             return out, concrete
         if is_float(out):

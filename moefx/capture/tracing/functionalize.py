@@ -59,10 +59,10 @@ def _find_functional_op(func: Any) -> tuple[Any, bool]:
     name, overload = func.overloadpacket.__name__, func._overloadname
     packet = getattr(getattr(torch.ops, func.namespace), name[:-1] if _is_in_place(name) else name, None)
     overloads = packet.overloads() if packet is not None else []
-    wanted = _list_parameters(func)
+    parameters = _list_parameters(func)
     for candidate in overloads:  # names may differ: `pow_.Scalar` is `pow.Tensor_Scalar`, not `pow.Scalar`
         functional = getattr(packet, candidate)
-        if _list_parameters(functional) == wanted:
+        if _list_parameters(functional) == parameters:
             return functional, True
     return (getattr(packet, overload), False) if _is_in_place(name) and overload in overloads else (None, False)
 

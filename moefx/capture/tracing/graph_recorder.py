@@ -209,13 +209,13 @@ class Recorder(TorchDispatchMode):
         op, args = alias.view  # type: ignore[misc]
         base = alias.base
         assert base is not None
-        packet, old = op.overloadpacket, self.node_of(base)
+        packet, base_node = op.overloadpacket, self.node_of(base)
         if packet is aten.select:
-            new = self.emit(aten.select_scatter.default, (old, node, *args), {})
+            new = self.emit(aten.select_scatter.default, (base_node, node, *args), {})
         elif packet is aten.slice:
-            new = self.emit(aten.slice_scatter.default, (old, node, *args), {})
+            new = self.emit(aten.slice_scatter.default, (base_node, node, *args), {})
         elif packet is aten.diagonal:
-            new = self.emit(aten.diagonal_scatter.default, (old, node, *args), {})
+            new = self.emit(aten.diagonal_scatter.default, (base_node, node, *args), {})
         elif packet in (
             aten.view,
             aten._unsafe_view,
@@ -237,7 +237,7 @@ class Recorder(TorchDispatchMode):
             raise CaptureError(
                 f"in-place update through a view made by {packet}, at {find_user_source()}: {find_user_source().text}"
             )
-        self.describe(new, base, bool(node.meta.get("from_integers")) and bool(old.meta.get("from_integers")))
+        self.describe(new, base, bool(node.meta.get("from_integers")) and bool(base_node.meta.get("from_integers")))
         return new
 
     # ------------------------------------------------------------------ results

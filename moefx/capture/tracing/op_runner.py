@@ -32,8 +32,8 @@ from .layout_cache import find_layout, is_pure, make_key, make_meta_tensor, stor
 def find_aliases(func: Any) -> tuple[list[int], bool]:
     """Return the positions of the arguments that an op writes to, and whether its results may share memory with any."""
     infos = [a.alias_info for a in func._schema.arguments]
-    written = [i for i, info in enumerate(infos) if info is not None and info.is_write]
-    return written, any(info is not None for info in infos)
+    written_indices = [i for i, info in enumerate(infos) if info is not None and info.is_write]
+    return written_indices, any(info is not None for info in infos)
 
 
 class OpRunner(Recorder):

@@ -106,10 +106,10 @@ class TorchFunctions(TorchFunctionMode):
             return answer
         if func in _RMS_NORMS and (norm := _without_eps(*args, **options)):
             return self._run(torch.rms_norm, norm, {}, self._whole_norm)
-        whole = _WHOLE.get(func)
-        tensors = collect_tensors(args) if whole is not None else []
-        if whole is not None and any(is_float(t) for t in tensors) and not any(map(_is_batched, tensors)):
-            return self._record_whole(func, whole, args, options)
+        whole_op = _WHOLE.get(func)
+        tensors = collect_tensors(args) if whole_op is not None else []
+        if whole_op is not None and any(is_float(t) for t in tensors) and not any(map(_is_batched, tensors)):
+            return self._record_whole(func, whole_op, args, options)
         out = self._run(func, args, options)
         if func is torch.Tensor.__getitem__:
             with suspend_modes(), torch.DisableTorchFunction():
@@ -156,16 +156,16 @@ class TorchFunctions(TorchFunctionMode):
             )
         return _NO_QUERY
 
-    def _record_whole(self, func: Any, whole: Any, args: tuple, options: dict[str, Any]) -> Any:
+    def _record_whole(self, func: Any, whole_op: Any, args: tuple, options: dict[str, Any]) -> Any:
         """Run a function of `_WHOLE` and record it as one node."""
         tracer = self.tracer
         if func is torch.Tensor.__rmatmul__:
             args, func = (args[1], args[0]), torch.matmul
-        for name in _NAMES.get(whole, ())[len(args) :]:
+        for name in _NAMES.get(whole_op, ())[len(args) :]:
             if name in options:
                 args = (*args, options.pop(name))
-        if whole in _OF_ONE_DTYPE:
-            require_one_dtype_under(tracer.autocast, whole.__name__, collect_tensors((args, options)))
+        if whole_op in _OF_ONE_DTYPE:
+            require_one_dtype_under(tracer.autocast, whole_op.__name__, collect_tensors((args, options)))
         run, is_recurrent = functools.partial(func, *args, **options), func in _RECURRENCES
         if tracer.autocast is None and all(isinstance(t, FakeTensor) for t in collect_tensors((args, options))):
             on_meta = functools.partial(_recur_once, func) if is_recurrent else func
@@ -269,8 +269,8 @@ def _is_along_rows(func: Any, args: tuple, options: dict[str, Any]) -> bool:
     """Return whether a function splits along the first axis, so that the length of its list depends on that axis."""
     at = _LISTS[func]
     dim = options.get("dim", args[at] if len(args) > at else 0)
-    several = (*options.values(), *args[1:])  # the lengths of all parts fix their number
-    return bool(args) and dim in (0, -args[0].dim()) and not any(isinstance(n, (list, tuple)) for n in several)
+    lengths = (*options.values(), *args[1:])  # the lengths of all parts fix their number
+    return bool(args) and dim in (0, -args[0].dim()) and not any(isinstance(n, (list, tuple)) for n in lengths)
 
 
 def _recur_once(func: Any, x: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor, ...]:
@@ -310,8 +310,8 @@ def _find_full_slices(t: torch.Tensor, index: Any) -> list[tuple[int, int]]:
     slices, source, result = [], 0, 0
     for part in parts:
         if part is Ellipsis:
-            rest = t.dim() - sum(type(p) in (int, slice) for p in parts)
-            source, result = source + rest, result + rest
+            num_trailing = t.dim() - sum(type(p) in (int, slice) for p in parts)
+            source, result = source + num_trailing, result + num_trailing
             continue
         if type(part) is slice and part.start in (None, 0) and part.step in (None, 1) and part.stop == t.shape[source]:
             slices.append((result, part.stop))

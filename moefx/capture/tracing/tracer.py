@@ -99,21 +99,23 @@ class Tracer(ReadLogger):
             self.refuse(
                 "the block draws random numbers from a generator of its own", "draw them from torch's default generator"
             )
-        written, is_view = find_aliases(func)
+        written_indices, is_view = find_aliases(func)
         node_args, node_kwargs, nodes = self._nodes_of(args, kwargs)
         if func.overloadpacket.__name__.startswith(("index_put", "_index_put")):
             node_args = (*node_args[:2], restore_row_axis(node_args[2]), *node_args[3:])
         from_integers = func in SHAPE_ONLY or all(node.meta.get("from_integers") for node in nodes)
         from_integers = from_integers and torch.Tag.nondeterministic_seeded not in func.tags
-        if written:
-            return self._record_in_place(func, args, kwargs, node_args, node_kwargs, written, from_integers)
+        if written_indices:
+            return self._record_in_place(func, args, kwargs, node_args, node_kwargs, written_indices, from_integers)
         out, concrete = self.compute(func, args, kwargs)
         if type(out) is bool:  # `torch.equal`
             return self.log_read(out)
-        forced = self._force_results(func, args, kwargs, (node_args, node_kwargs), (out, concrete), from_integers)
-        start, (out, concrete) = len(self.nodes), forced or (out, concrete)
+        forced_results = self._force_results(
+            func, args, kwargs, (node_args, node_kwargs), (out, concrete), from_integers
+        )
+        start, (out, concrete) = len(self.nodes), forced_results or (out, concrete)
         out = self.record_out(func, node_args, node_kwargs, args, out, concrete, is_view, from_integers)
-        if forced is not None:
+        if forced_results is not None:
             self._mark(start, "forced")
         return out
 
@@ -127,13 +129,13 @@ class Tracer(ReadLogger):
             nodes: the arguments and keyword arguments with nodes in the place of tensors.
             results: the results under the routing.
         """
-        forced = (
+        intervention = (
             self.interventions.get((find_user_source(), str(target), from_integers)) if self.interventions else None
         )
-        if forced is None:
+        if intervention is None:
             return None
         computation = hash_computation(target, *nodes)
-        return self._forced_values.apply(forced, target, args, kwargs, results, computation, from_integers)
+        return self._forced_values.apply(intervention, target, args, kwargs, results, computation, from_integers)
 
     def _mark(self, start: int, flag: str) -> None:
         """Set a flag of the nodes since a position."""
@@ -153,12 +155,14 @@ class Tracer(ReadLogger):
         finally:
             self.whole_op_depth -= 1
         with suspend_modes(), torch.DisableTorchFunction():
-            forced = self._force_results(target, args, kwargs, (node_args, node_kwargs), (out, None), from_integers)
-            start, (out, concrete) = len(self.nodes), forced or (out, None)
+            forced_results = self._force_results(
+                target, args, kwargs, (node_args, node_kwargs), (out, None), from_integers
+            )
+            start, (out, concrete) = len(self.nodes), forced_results or (out, None)
             self.record_out(target, node_args, node_kwargs, args, out, concrete, False, from_integers and not opaque)
             if opaque:
                 self._mark(start, "opaque")
-            if forced is not None:
+            if forced_results is not None:
                 self._mark(start, "forced")
         return out
 
@@ -240,11 +244,11 @@ class Tracer(ReadLogger):
 
     # ---------------------------------------------------------------- in-place ops
     def _record_in_place(
-        self, func: Any, args: tuple, kwargs: dict[str, Any], node_args: Any, node_kwargs: Any, written: list[int],
-        from_integers: bool,
+        self, func: Any, args: tuple, kwargs: dict[str, Any], node_args: Any, node_kwargs: Any,
+        written_indices: list[int], from_integers: bool,
     ) -> Any:  # fmt: skip
-        names = [func._schema.arguments[i].name for i in written]
-        targets = [args[i] if i < len(args) else kwargs[n] for i, n in zip(written, names, strict=True)]
+        names = [func._schema.arguments[i].name for i in written_indices]
+        targets = [args[i] if i < len(args) else kwargs[n] for i, n in zip(written_indices, names, strict=True)]
         targets = [t for t in targets if isinstance(t, torch.Tensor)]
         if torch.Tag.inplace_view in func.tags:  # `t.transpose_(0, 1)`: the earlier node keeps its shape
             for t in targets:
@@ -262,14 +266,14 @@ class Tracer(ReadLogger):
             self.mutate(target, self._convert_to(source, target))
             return target
         functional, node_args, node_kwargs = find_functional_form(func, node_args, node_kwargs, names)
-        forced = None
+        forced_results = None
         if len(targets) == 1 and not isinstance(targets[0], FakeTensor):
             value, nodes = targets[0].clone(), (node_args, node_kwargs)
-            forced = self._force_results(functional, args, kwargs, nodes, (value, value), from_integers)
-            if forced is not None:
-                targets[0].copy_(forced[0])
+            forced_results = self._force_results(functional, args, kwargs, nodes, (value, value), from_integers)
+            if forced_results is not None:
+                targets[0].copy_(forced_results[0])
         node = self._emit_op(functional, node_args, node_kwargs, targets[0])
-        if forced is not None:
+        if forced_results is not None:
             node.meta["forced"] = True
         if len(targets) == 1:
             parts = [node]
