@@ -104,17 +104,17 @@ def rewrite_block(
     # prove and rewrite into the dialect
     with silence_hooks(block), patch_skipped_calls(block, skipped) as forbidden_reads:
         names = Placeholders([placeholder_name(p) for p in paths], {id(o): placeholder_name(p) for p, o in objects})
-        match, rewritten = prove_and_rewrite(block, args, kwargs, names, log)
+        match, rewrite = prove_and_rewrite(block, args, kwargs, names, log)
     if forbidden_reads:
         raise forbidden_reads[0]
     ms = (time.perf_counter() - start) * 1e3
-    passed = tuple(path for path, _ in objects)
-    graph = BlockGraph(name, rewritten.graph, Binding((*paths, *passed), passed), rewritten.out_spec)
+    object_paths = tuple(path for path, _ in objects)
+    graph = BlockGraph(name, rewrite.graph, Binding((*paths, *object_paths), object_paths), rewrite.out_spec)
     # run the passes before the numeric check; every snapshot runs
     passes = list_passes(PassContext(block, plan), first=REWRITE, until=NUMERIC_CHECK)
     level = find_level_after(REWRITE)
     history = PassManager(block).run(graph, passes, plan, made_by=rewrite_block, ms=ms, level=level)
-    return BlockRewrite(match, rewritten, history, skipped, tuple(log))
+    return BlockRewrite(match, rewrite, history, skipped, tuple(log))
 
 
 def rewrite_with_objects(
@@ -142,9 +142,9 @@ def rewrite_with_objects(
         Refused: no way was proven. The refusal is that with stand-ins, unless nothing is routed with them: the experts
             themselves may receive the object.
     """
-    refused: dict[StandIns, Refused] = {}
+    refusals: dict[StandIns, Refused] = {}
     for stand_ins in StandIns:
-        if stand_ins is StandIns.ALL and (len(refused) > 1 or ARGUMENT not in refused[StandIns.NONE].culprits):
+        if stand_ins is StandIns.ALL and (len(refusals) > 1 or ARGUMENT not in refusals[StandIns.NONE].culprits):
             break
         try:
             skipping = None if stand_ins is StandIns.NONE else find_skipping(stand_ins is StandIns.ALL)
@@ -157,9 +157,9 @@ def rewrite_with_objects(
             skipping.check_reads(attributes_read)
             return result
         except Refused as why:
-            refused[stand_ins] = why
-    without_stand_ins = refused.pop(StandIns.NONE)
-    with_stand_ins = next(iter(refused.values()), None)
+            refusals[stand_ins] = why
+    without_stand_ins = refusals.pop(StandIns.NONE)
+    with_stand_ins = next(iter(refusals.values()), None)
     if with_stand_ins is None or with_stand_ins.cause is Cause.NOT_ROUTED:
         raise without_stand_ins
     raise with_stand_ins from None
@@ -167,10 +167,10 @@ def rewrite_with_objects(
 
 def reapply_checkpoint(block: nn.Module, result: BlockRewrite, plan: Plan) -> BlockRewrite:
     """Run the checkpoint pass and the later ones again, with the policy that the planner has decided."""
-    ran = result.history.passes
-    if CHECKPOINT not in ran:  # `plan.disable`
+    pass_names = result.history.passes
+    if CHECKPOINT not in pass_names:  # `plan.disable`
         return result
-    before = dataclasses.replace(result.history, snapshots=result.history.snapshots[: ran.index(CHECKPOINT)])
+    before = dataclasses.replace(result.history, snapshots=result.history.snapshots[: pass_names.index(CHECKPOINT)])
     passes = list_passes(PassContext(block, plan), first=CHECKPOINT, until=NUMERIC_CHECK)
     history = PassManager(block).extend(before, passes, plan, level=find_level_after(REWRITE))
     return dataclasses.replace(result, history=history)
@@ -205,8 +205,8 @@ def finish_block(
 
 def _keep_captured_graph(result: BlockRewrite) -> BlockRewrite:
     names = [placeholder_name(path) for path in result.graph.binding.paths]
-    captured = build_captured_graph(result.history.name, result.match.forms[0].capture, names)
-    return dataclasses.replace(result, history=dataclasses.replace(result.history, captured=captured))
+    captured_graph = build_captured_graph(result.history.name, result.match.forms[0].capture, names)
+    return dataclasses.replace(result, history=dataclasses.replace(result.history, captured=captured_graph))
 
 
 def find_argument_paths(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[Path]:

@@ -43,11 +43,11 @@ class Verdict:
     text: str
     could_not_run: bool = False
 
-    def warn_if_unchecked(self, rewritten: str) -> None:
-        """Warn if a check was due and could not run. `rewritten` names the rewrite: "'mlp' for a new kind of call"."""
+    def warn_if_unchecked(self, subject: str) -> None:
+        """Warn if a check was due and could not run. `subject` names the rewrite: "'mlp' for a new kind of call"."""
         if self.could_not_run:
             warnings.warn(
-                f"moefx rewrote {rewritten} without a numeric check, on the strength of the symbolic proof alone: "
+                f"moefx rewrote {subject} without a numeric check, on the strength of the symbolic proof alone: "
                 f"{self.text}",
                 stacklevel=3,
             )

@@ -41,18 +41,20 @@ def _check_blocks(survey: Survey, plan: Plan) -> Survey:
     """
     modules = dict(survey.twin.named_modules())
     policy = CheckPolicy(plan)
-    matched, refused, unchecked = [], [*survey.refused], [*survey.unchecked]
+    checked_blocks, refusals, unchecked = [], [*survey.refused], [*survey.unchecked]
     for block in survey.matched:
         blocks = {name: modules[name] for name in block.names}
         try:
             verdict = policy.check(lambda blocks=blocks: blocks, block.result)
         except Refused as why:
-            refused += [
+            refusals += [
                 Refusal(name, why.reason, source=forward_line(module), remedy=why.remedy)
                 for name, module in blocks.items()
             ]
             continue
-        matched.append(dataclasses.replace(block, verdict=verdict.text))
+        checked_blocks.append(dataclasses.replace(block, verdict=verdict.text))
         if verdict.could_not_run:
             unchecked.append(f"{quote_name(block.names[0])}: {verdict.text}")
-    return dataclasses.replace(survey, matched=tuple(matched), refused=tuple(refused), unchecked=tuple(unchecked))
+    return dataclasses.replace(
+        survey, matched=tuple(checked_blocks), refused=tuple(refusals), unchecked=tuple(unchecked)
+    )

@@ -63,7 +63,7 @@ def check_numerically(block: nn.Module, result: BlockRewrite, name: str, seconds
 def _run_numeric_check(block: nn.Module, result: BlockRewrite, name: str, seconds: float) -> NumericCheck:
     """Compare block and rewrite on random arguments, without effects on the block or the random state."""
     args, kwargs = _make_random_arguments(block, result)
-    crowd = _make_random_arguments(block, result, crowd=True) if _is_small(block) else None
+    crowded_arguments = _make_random_arguments(block, result, crowd=True) if _is_small(block) else None
     fn, joined_fn = result.graph.compile(), result.graph.compile(join=True)
     bind_placeholders = _make_placeholder_binder(block, result)
 
@@ -83,7 +83,7 @@ def _run_numeric_check(block: nn.Module, result: BlockRewrite, name: str, second
             _compile_kernels(block, run_program, (args, kwargs))
             check = check_block(
                 block, run_program, args, kwargs,
-                joined=None if joined_fn is fn else run_joined, name=name, crowd=crowd, seconds=seconds,
+                joined=None if joined_fn is fn else run_joined, name=name, crowd=crowded_arguments, seconds=seconds,
             )  # fmt: skip
     except Exception as error:
         return NumericCheck(Outcome.NOT_COMPARED, f"could not run: {summarize_error(error)[:160]}")
@@ -179,8 +179,8 @@ def _make_random_arguments(block: nn.Module, result: BlockRewrite, crowd: bool =
 def _concentrate_rows(x: torch.Tensor) -> torch.Tensor:
     """Make two thirds of the rows nearly equal, so that a router sends them to the same experts."""
     rows = x.reshape(-1, x.shape[-1]).clone()
-    alike = rows[: 2 * len(rows) // 3]
-    alike.mul_(0.05).add_(rows[-1])
+    similar_rows = rows[: 2 * len(rows) // 3]
+    similar_rows.mul_(0.05).add_(rows[-1])
     return rows.reshape(x.shape)
 
 

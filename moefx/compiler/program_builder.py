@@ -55,16 +55,18 @@ def build_program(
     attributes_read = set(attributes_read)
     training = block.training if BLOCK_MODE in attributes_read else None
     key = Specialization(training, True if reads_grad else None, autocast, arguments)
-    absorbed = find_absorbed_names(block, result.graph, result.rewritten.recomputed_modules)
+    absorbed_names = find_absorbed_names(block, result.graph, result.rewritten.recomputed_modules)
     values = {
         w: read_value(block, w)
         for w in sorted(attributes_read - {BLOCK_MODE})
-        if not _is_absorbed_parameter(block, w, absorbed)
+        if not _is_absorbed_parameter(block, w, absorbed_names)
     }
-    stored = {w: v for w, v in values.items() if can_snapshot(v) and (w.inner or not isinstance(v, torch.Tensor))}
+    stored_values = {
+        w: v for w, v in values.items() if can_snapshot(v) and (w.inner or not isinstance(v, torch.Tensor))
+    }
     snapshots = {
         w: StoredFieldNames(v) if is_configuration(v) else snapshot(v)
-        for w, v in {**stored, **find_globals(block)}.items()
+        for w, v in {**stored_values, **find_globals(block)}.items()
     }
     snapshots |= _guard_called_modules(block, result)
     # Autocast rules depend on the device.
@@ -74,7 +76,7 @@ def build_program(
     return Program(
         key,
         result.history,
-        absorbed,
+        absorbed_names,
         _build_guards(result),
         attributes,
         is_device_independent,
@@ -98,9 +100,9 @@ def _guard_called_modules(block: nn.Module, result: BlockRewrite) -> dict[Attrib
     return stored_forwards
 
 
-def _is_absorbed_parameter(block: nn.Module, where: AttributeLocation, absorbed: Collection[str]) -> bool:
+def _is_absorbed_parameter(block: nn.Module, location: AttributeLocation, absorbed_names: Collection[str]) -> bool:
     """Return whether an attribute is a parameter of an absorbed module, which `AbsorbedModules` watches."""
-    return where.module in absorbed and where.name in block.get_submodule(where.module)._parameters
+    return location.module in absorbed_names and location.name in block.get_submodule(location.module)._parameters
 
 
 def move_kind(kind: tuple, device: str) -> tuple:
@@ -114,33 +116,33 @@ def _build_guards(result: BlockRewrite) -> list[Guard]:
     placeholders = result.graph.placeholders
     tensors = list(zip(placeholders, arguments.tensors, strict=False))  # objects follow them
     names = {n.name: leaf for n, leaf in tensors}
-    followed = {n.name: leaf for n, leaf in tensors if not _is_only_passed_on(n, result)}
-    where = {}
+    read_leaves = {n.name: leaf for n, leaf in tensors if not _is_only_passed_on(n, result)}
+    size_sources = {}
     for dim in arguments.dims:
-        for name, leaf in (*followed.items(), *names.items()):
+        for name, leaf in (*read_leaves.items(), *names.items()):
             if dim in leaf.shape:
-                where[dim] = f"{name}.shape[{leaf.shape.index(dim)}]"
+                size_sources[dim] = f"{name}.shape[{leaf.shape.index(dim)}]"
                 break
 
     def format_size(expression: str) -> str:
-        return re.sub(r"\b[A-Z]\b", lambda m: where[m[0]], expression)
+        return re.sub(r"\b[A-Z]\b", lambda m: size_sources[m[0]], expression)
 
     guards = []
     for g in result.match.guards:
         sides = [format_size(side) for side in (g.left, g.right, g.unless)]
-        condition, why = f"{sides[0]} {g.symbol} {sides[1]}", f"the block compares sizes: {g}"
+        condition, reason = f"{sides[0]} {g.symbol} {sides[1]}", f"the block compares sizes: {g}"
         condition = f"{sides[2]} == 0 or {condition}" if g.unless else condition
-        guards.append(Guard(condition, why, one_way=g not in result.match.extra_guards))
-    for name, leaf in followed.items():
+        guards.append(Guard(condition, reason, one_way=g not in result.match.extra_guards))
+    for name, leaf in read_leaves.items():
         for axis, n in enumerate(leaf.shape):
             actual_size, expected_size = f"{name}.shape[{axis}]", format_size(str(n))
             if expected_size != actual_size:
-                fixed = "features, or fixed"
-                why = f"the proof takes this axis as {fixed if isinstance(n, int) else 'tokens'}"
-                guards.append(Guard(f"{actual_size} == {expected_size}", why, one_way=True))
+                fixed_axis = "features, or fixed"
+                reason = f"the proof takes this axis as {fixed_axis if isinstance(n, int) else 'tokens'}"
+                guards.append(Guard(f"{actual_size} == {expected_size}", reason, one_way=True))
     if LAYOUT in result.match.modes_read:
-        why = "the block reads the layout of a tensor, which is contiguous in the proof"
-        guards += [Guard(f"{name}.is_contiguous()", why) for name in names]
+        reason = "the block reads the layout of a tensor, which is contiguous in the proof"
+        guards += [Guard(f"{name}.is_contiguous()", reason) for name in names]
     objects = [placeholder_name(path) for path in result.graph.binding.objects]
     for a, b in itertools.combinations(objects, 2):  # the block may have compared identities
         guards.append(Guard(f"{a} is None or {a} is not {b}", "they were different objects"))

@@ -137,7 +137,7 @@ def _summarize(error: Exception) -> str:
 def list_attempts(args: tuple, kwargs: dict[str, Any], numbers: ModelNumbers, prefix: str = "") -> Attempts:
     """List the attempts for a call: the most likely interpretation of its arguments, then the others."""
     program_failure: Failure | None = None
-    kept: Failure | None = None
+    best_failure: Failure | None = None
     for arguments in interpret_arguments(args, kwargs, numbers):
         failure = yield from _vary_options(Attempt(f"{prefix}{arguments}", arguments))
         refusal = failure.refusal
@@ -149,11 +149,11 @@ def list_attempts(args: tuple, kwargs: dict[str, Any], numbers: ModelNumbers, pr
             return failure
         elif refusal and refusal.cause is Cause.CONVOLUTIONS:
             return failure
-        elif refusal and (kept is None or refusal.cause is Cause.MIXED_POSITIONS):
+        elif refusal and (best_failure is None or refusal.cause is Cause.MIXED_POSITIONS):
             is_image = arguments.feature < len(arguments.token_dims)
-            kept = dataclasses.replace(failure, error=_explain_images(refusal)) if is_image else failure
+            best_failure = dataclasses.replace(failure, error=_explain_images(refusal)) if is_image else failure
     assert program_failure is not None
-    return kept or program_failure
+    return best_failure or program_failure
 
 
 def _vary_options(attempt: Attempt) -> Attempts:
@@ -174,10 +174,10 @@ def list_other_options(proof: ProofState) -> Iterator[tuple[str, LiftOptions]]:
         yield "the routed sum after all writes to it", LiftOptions(cut_preference="write")
         yield "the routed sum at any last node", LiftOptions(cut_preference="any")
     is_masked = any(t.example is not None and not t.is_single for t in proof.arguments.tensors)
-    captured, width = proof.evidence.diagnosed_capture, proof.arguments.width
-    if captured is None or not (is_masked or has_rows_of_padding(captured, width)):
+    capture, width = proof.evidence.diagnosed_capture, proof.arguments.width
+    if capture is None or not (is_masked or has_rows_of_padding(capture, width)):
         return
-    if lines := find_padding_lines(proof.block, captured, width):
+    if lines := find_padding_lines(proof.block, capture, width):
         yield "opaque lines that pad hidden states", LiftOptions(opaque_lines=lines)
 
 
@@ -224,7 +224,7 @@ def run_attempt(
             match = prove(proof)  # captures and matches
             samples = SizeSamples(match, proof)
             match = explain_drops(match, samples)
-            match, rewritten = rewrite(match, samples, names)
+            match, result = rewrite(match, samples, names)
             if match.excludes_calls_without_tokens:
                 match = dataclasses.replace(match, is_empty_without_tokens=samples.is_empty_without_tokens())
         except Refused as refusal:
@@ -232,13 +232,17 @@ def run_attempt(
             explained = _explain_refusal(refusal, proof)
             explained.trace = trace
             return Failure(explained, proof)
-        failed = tuple(g for g in match.guards if not g.holds(match.arguments.sizes))
-        return Failure(_refuse_example(match, failed[0]), proof, failed) if failed else (match, rewritten)
+        failed_guards = tuple(g for g in match.guards if not g.holds(match.arguments.sizes))
+        return (
+            Failure(_refuse_example(match, failed_guards[0]), proof, failed_guards)
+            if failed_guards
+            else (match, result)
+        )
     except Exception as error:  # also the user's own, such as an assertion on sizes
         return Failure(error, proof)
 
 
-def _refuse_example(match: Match, failed: SizeGuard) -> Refused:
+def _refuse_example(match: Match, guard: SizeGuard) -> Refused:
     """Return the refusal of a proof that does not hold for the example's own sizes: calls like it would run the
     original."""
 
@@ -246,11 +250,11 @@ def _refuse_example(match: Match, failed: SizeGuard) -> Refused:
         return ", ".join(f"{dim} = {n}" for dim, n in sizes.items())
 
     example_sizes, guards = format_sizes(match.arguments.sizes), match.guards
-    others = [f", such as {format_sizes(sizes)}" for sizes in match.sizes if all(g.holds(sizes) for g in guards)]
+    examples = [f", such as {format_sizes(sizes)}" for sizes in match.sizes if all(g.holds(sizes) for g in guards)]
     refusal = Refused(
-        f"the proof does not hold for the example's own sizes ({example_sizes}): it requires {failed}",
-        source=failed.source or str(match.forms[0].cut.meta["source"]),
-        remedy=f"pass example_inputs of sizes for which it holds{(*others, '')[0]}; "
+        f"the proof does not hold for the example's own sizes ({example_sizes}): it requires {guard}",
+        source=guard.source or str(match.forms[0].cut.meta["source"]),
+        remedy=f"pass example_inputs of sizes for which it holds{(*examples, '')[0]}; "
         "calls like this one then run the original",
     )
     refusal.trace = ProofTrace(match.probe_runs)
@@ -259,18 +263,18 @@ def _refuse_example(match: Match, failed: SizeGuard) -> Refused:
 
 def _explain_refusal(refusal: Refused, proof: ProofState) -> Refused:
     """Return a refusal that names the cause in the program, if the match only reports where it stopped."""
-    if (captured := proof.evidence.diagnosed_capture) is None:
+    if (capture := proof.evidence.diagnosed_capture) is None:
         return refusal
     if of_buffer := explain_branch(proof) or explain_table(proof):
         return of_buffer
     if refusal.cause is Cause.NOT_TOGETHER:
-        return explain_limit(captured) or refusal
+        return explain_limit(capture) or refusal
     if refusal.cause not in _STOPPED:
         return refusal
-    sizes, fixed = captured.sizes.dims, proof.arguments.fixed
-    series = [dim for dim in proof.arguments.token_dims[1:] if dim in sizes or dim in fixed]
-    positions = {**sizes, **fixed}[series[-1]] if series else None
-    return explain_refusal(captured, positions) or refusal
+    sizes, fixed_sizes = capture.sizes.dims, proof.arguments.fixed
+    series = [dim for dim in proof.arguments.token_dims[1:] if dim in sizes or dim in fixed_sizes]
+    positions = {**sizes, **fixed_sizes}[series[-1]] if series else None
+    return explain_refusal(capture, positions) or refusal
 
 
 def _explain_images(refusal: Refused) -> Refused:

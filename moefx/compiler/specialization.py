@@ -86,8 +86,8 @@ class LazySpecializer:
     ) -> tuple[Program, set[AttributeLocation]]:
         if (program := _find_program_of_other_device(block, forward, call)) is not None:
             attributes_read = {
-                where
-                for where, value in program.attributes.items()
+                location
+                for location, value in program.attributes.items()
                 if not isinstance(value, (AttributeLocation, StoredForward))
             }
             return program.with_arguments(call.arguments), attributes_read
@@ -108,8 +108,8 @@ class LazySpecializer:
         try:
             with forward.force_graph("original"):
                 result, (call_args, call_kwargs), attributes_read = self._prove(block, forward.name, abstract)
-                finished = finish_block(block, result, self.plan, expert_layout)
-                program = build_program(block, finished, call_args, call_kwargs, call.autocast, attributes_read, tied)
+                rewrite = finish_block(block, result, self.plan, expert_layout)
+                program = build_program(block, rewrite, call_args, call_kwargs, call.autocast, attributes_read, tied)
                 if not is_traced:
                     _check_admits(block, program, *abstract)
                 self._check_numerically(block, forward.name, result, expert_layout is not None, is_traced)
@@ -160,16 +160,16 @@ class LazySpecializer:
         try:
             candidates = search_blocks(block, *_copy_objects(args, kwargs))
         except Refused as refused:
-            why = refused
+            refusal = refused
         except Exception as error:
             if is_internal_error(error):
                 raise
-            why = Refused(f"it does not run on abstract tensors ({summarize_error(error)})")
+            refusal = Refused(f"it does not run on abstract tensors ({summarize_error(error)})")
         else:
             return lambda for_all_objects: candidates.skip_calls(candidates.calls[""], for_all_objects)
 
         def refuse(for_all_objects: bool) -> SkipPlan | None:
-            raise why
+            raise refusal
 
         return refuse
 
@@ -208,16 +208,20 @@ class LazySpecializer:
         """
         bind = make_signature_binder(block)
         recorded_args, recorded_kwargs = self.arguments.build_call(self.arguments.sizes)
-        recorded = dict(flatten_arguments(bind(*recorded_args, **recorded_kwargs)))
+        recorded_leaves = dict(flatten_arguments(bind(*recorded_args, **recorded_kwargs)))
         described_leaves = {id(t): (path, describe_leaf(t)) for path, t in flatten_arguments(bind(*args, **kwargs))}
         if not all(
-            _has_same_type(recorded.get(path), kind) for path, kind in described_leaves.values() if kind[0] == "tensor"
+            _has_same_type(recorded_leaves.get(path), kind)
+            for path, kind in described_leaves.values()
+            if kind[0] == "tensor"
         ):
             raise Refused("its tensors do not correspond to those of the recorded call")
-        resized = {
-            key: recorded[path].to(kind[1]) for key, (path, kind) in described_leaves.items() if kind[0] == "tensor"
+        resized_tensors = {
+            key: recorded_leaves[path].to(kind[1])
+            for key, (path, kind) in described_leaves.items()
+            if kind[0] == "tensor"
         }
-        return pytree.tree_map_only(torch.Tensor, lambda t: resized.get(id(t), t), (args, kwargs))
+        return pytree.tree_map_only(torch.Tensor, lambda t: resized_tensors.get(id(t), t), (args, kwargs))
 
     def _arguments_from_kinds(self, block: nn.Module, call: Specialization) -> tuple[tuple, dict[str, Any]]:
         """Make arguments for a call that is only being traced: tensors of the recorded shapes, and the call's own
@@ -232,7 +236,7 @@ class LazySpecializer:
         for name, value in bound.arguments.items():
             recorded_leaves = dict(flatten_arguments([(name, value)]))
             kinds = {path: kind for path, kind in call.arguments if path[0] == name}
-            only = kinds.get((name,), ())
+            single_kind = kinds.get((name,), ())
             if kinds.keys() == recorded_leaves.keys() and all(
                 _has_same_type(recorded_leaves[path], kind) for path, kind in kinds.items()
             ):
@@ -240,8 +244,8 @@ class LazySpecializer:
                     id(t): t.to(kinds[path][1]) for path, t in recorded_leaves.items() if isinstance(t, torch.Tensor)
                 }
                 bound.arguments[name] = pytree.tree_map_only(torch.Tensor, lambda t, cast=cast: cast[id(t)], value)
-            elif len(kinds) == 1 and len(only) == 2 and describe_leaf(only[1]) == only:
-                bound.arguments[name] = only[1]
+            elif len(kinds) == 1 and len(single_kind) == 2 and describe_leaf(single_kind[1]) == single_kind:
+                bound.arguments[name] = single_kind[1]
             else:
                 raise Refused("a call with other arguments is traced before it was ever run; run it once in eager mode")
         return bound.args, bound.kwargs

@@ -69,10 +69,10 @@ def survey_model(model: nn.Module, example_inputs: Any, plan: Plan) -> Survey:
         except Refused as why:
             refusal = Refusal("", why.reason, why.source, remedy=why.remedy, cause=why.cause)
             return Survey((), (refusal,), time.perf_counter() - start, False, twin, copies)
-        matched, refused = _try_chains(twin, candidates, plan)
-    matched, others = _drop_observed_blocks(model, matched)
+        blocks, refusals = _try_chains(twin, candidates, plan)
+    blocks, others = _drop_observed_blocks(model, blocks)
     seconds, traffic = time.perf_counter() - start, candidates.traffic
-    return Survey(tuple(matched), (*refused, *others), seconds, candidates.has_attention, twin, copies, traffic=traffic)
+    return Survey(tuple(blocks), (*refusals, *others), seconds, candidates.has_attention, twin, copies, traffic=traffic)
 
 
 def _try_copy(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
@@ -90,7 +90,7 @@ def _run_examples(model: nn.Module, example_inputs: Any) -> BlockCandidates:
         CaptureError: the model runs on no example.
         Refused: it runs, but not on abstract tensors.
     """
-    calls, failed = find_example_calls(model, example_inputs), []
+    calls, failures = find_example_calls(model, example_inputs), []
     for call in calls:
         args, kwargs = pytree.tree_map_only(torch.Tensor, _with_values, call)
         try:
@@ -98,22 +98,22 @@ def _run_examples(model: nn.Module, example_inputs: Any) -> BlockCandidates:
         except InvalidInput:
             raise
         except Exception as error:
-            failed.append((args, kwargs, error))
-    raised: list[Exception] = []
-    for args, kwargs, error in failed:
+            failures.append((args, kwargs, error))
+    errors: list[Exception] = []
+    for args, kwargs, error in failures:
         try:
             run_copy(model, args, kwargs)
         except Exception as own_error:
             if all(map(has_values, (*model.parameters(), *model.buffers()))):
-                raised.append(own_error)
+                errors.append(own_error)
                 continue
             # Without values a real run may fail. Then the error of the abstract run decides.
             if not (isinstance(error, (CaptureError, Refused)) or is_internal_error(error)):
-                raised.append(error)
+                errors.append(error)
                 continue
         raise _refuse_uncaptured(error, model) from error
     name, advice = type(model).__name__, "Pass example_inputs=(...) or example_inputs={...} that it accepts"
-    first = raised[0]
+    first = errors[0]
     if len(calls) > 1:
         shapes_text = ", ".join(str(list(args[0].shape)) for args, _ in calls)
         raise CaptureError(
@@ -163,12 +163,12 @@ def _try_chains(model: nn.Module, candidates: BlockCandidates, plan: Plan) -> tu
     for i, chain in enumerate(candidates.chains):
         for name in chain:
             chains_of.setdefault(name, []).append(i)
-    matched: list[MatchedBlock] = []
-    rewritten: set[str] = set()
+    blocks: list[MatchedBlock] = []
+    rewritten_names: set[str] = set()
     refusals: dict[int, list[Refusal]] = {i: [] for i in range(len(candidates.chains))}
     for name in sorted(chains_of, key=lambda n: _priority(n, modules, candidates)):
         open_chains = [i for i in chains_of[name] if len(refusals[i]) < 2 or _receives_expert_index(name, candidates)]
-        if not open_chains or _overlaps(name, rewritten):
+        if not open_chains or _overlaps(name, rewritten_names):
             continue
         try:
             proven = _prove_equal_modules(name, modules, candidates, plan)
@@ -181,26 +181,26 @@ def _try_chains(model: nn.Module, candidates: BlockCandidates, plan: Plan) -> tu
             for i in open_chains:
                 refusals[i].append(refusal)
         else:
-            matched += proven
-            rewritten |= {n for m in proven for n in m.names}
+            blocks += proven
+            rewritten_names |= {n for m in proven for n in m.names}
     for i, chain in enumerate(candidates.chains):
-        if not refusals[i] and not any(_overlaps(name, rewritten) for name in chain):
+        if not refusals[i] and not any(_overlaps(name, rewritten_names) for name in chain):
             refusals[i].append(_refuse_unused_choice(chain, modules, candidates))
-    refused = {r[0].name: r[0] for r in refusals.values() if r and not _is_token_embedding(r[0], modules, candidates)}
-    return matched, [r for r in refused.values() if not _overlaps(r.name, rewritten)]
+    by_name = {r[0].name: r[0] for r in refusals.values() if r and not _is_token_embedding(r[0], modules, candidates)}
+    return blocks, [r for r in by_name.values() if not _overlaps(r.name, rewritten_names)]
 
 
-def _drop_observed_blocks(model: nn.Module, matched: list[MatchedBlock]) -> tuple[list[MatchedBlock], list[Refusal]]:
+def _drop_observed_blocks(model: nn.Module, blocks: list[MatchedBlock]) -> tuple[list[MatchedBlock], list[Refusal]]:
     """Refuse blocks whose experts have hooks, which would not fire, or shards, which would not be gathered."""
-    modules, remaining, refused = dict(model.named_modules()), [], []
-    for m in matched:
+    modules, remaining, refusals = dict(model.named_modules()), [], []
+    for m in blocks:
         observers = {name: _find_observer(modules[name], m.result) for name in m.names}
-        refused += [
+        refusals += [
             Refusal(name, why[0], forward_line(modules[name]), remedy=why[1]) for name, why in observers.items() if why
         ]
         if names := tuple(name for name, why in observers.items() if not why):
             remaining.append(dataclasses.replace(m, names=names))
-    return remaining, refused
+    return remaining, refusals
 
 
 def _find_observer(block: nn.Module, result: BlockRewrite) -> tuple[str, str] | None:
@@ -307,27 +307,27 @@ def _prove_equal_modules(
     name: str, modules: dict[str, nn.Module], candidates: BlockCandidates, plan: Plan
 ) -> list[MatchedBlock]:
     """Prove one module, and reuse its program for all modules that differ only in their weights."""
-    proven: list[MatchedBlock] = []
+    blocks: list[MatchedBlock] = []
     signature = compute_signature(modules[name])
-    watched, follows = find_attributes(modules[name]), has_custom_train(modules[""])
+    attributes, has_mode_guard = find_attributes(modules[name]), has_custom_train(modules[""])
     unproven = [name, *[n for n, m in modules.items() if n != name and compute_signature(m) == signature]]
     while unproven:
         first = unproven[0]
         call = candidates.calls.get(first) or dataclasses.replace(candidates.calls[name], name=first)
         announce(f"proving {first or type(modules[first]).__name__}")
         start = time.perf_counter()
-        with record_reads(modules[first], watched) as reads:
+        with record_reads(modules[first], attributes) as reads:
             result = _rewrite_as_called(modules[first], call, candidates, plan, reads)
-        if follows:
+        if has_mode_guard:
             reads.add(BLOCK_MODE)
         equal = (first,) + tuple(
             n
             for n in unproven
             if n != first and all(is_same(read_value(modules[n], w), read_value(modules[first], w)) for w in reads)
         )
-        proven.append(MatchedBlock(equal, call, result, time.perf_counter() - start, frozenset(reads)))
+        blocks.append(MatchedBlock(equal, call, result, time.perf_counter() - start, frozenset(reads)))
         unproven = [n for n in unproven if n not in equal]
-    return proven
+    return blocks
 
 
 def _rewrite_as_called(
@@ -373,12 +373,12 @@ def _refusing_errors(module: nn.Module, call: SurveyedCall) -> Iterator[None]:
             raise Refused(reason, source=forward_line(module), remedy=NO_CACHE) from error
         raise Refused(f"it does not run on abstract tensors: {error}") from error
     except Exception as error:  # the user's code at unsupported sizes
-        where = user_line(error)
-        if (where or is_graph) and not is_internal_error(error):
+        line = user_line(error)
+        if (line or is_graph) and not is_internal_error(error):
             inputs_text = "at other sizes than the example's" if _is_capturable(module, call) else "on abstract tensors"
             reason = f"it does not run {inputs_text} ({summarize_error(error)})"
-            raise Refused(reason, source=where, remedy=_FLAT if is_graph else "") from error
-        raise refuse_own_bug(error, where or forward_line(module)) from error
+            raise Refused(reason, source=line, remedy=_FLAT if is_graph else "") from error
+        raise refuse_own_bug(error, line or forward_line(module)) from error
 
 
 def _find_cache(tree: Any, depth: int = 4) -> str:

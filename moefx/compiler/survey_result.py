@@ -46,9 +46,9 @@ class Refusal:
     cause: Cause = dataclasses.field(default=Cause.OTHER, repr=False, compare=False)
 
     def __str__(self) -> str:
-        where = f" ({self.source})" if self.source else ""
+        location = f" ({self.source})" if self.source else ""
         culprits_text = f" [{', '.join(self.culprits)}]" if self.culprits else ""
-        return f"{self.name or 'the model'}: {self.reason}{culprits_text}{where}" + (
+        return f"{self.name or 'the model'}: {self.reason}{culprits_text}{location}" + (
             f"; {self.remedy}" if self.remedy else ""
         )
 
