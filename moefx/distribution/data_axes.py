@@ -36,7 +36,7 @@ class DataAxes:
 
     def __str__(self) -> str:
         parts = [("sharded", self.shard), ("replicated", self.replicate)]
-        uses = [f"{how} over {' and '.join(map(repr, names))}" for how, names in parts if names]
+        uses = [f"{verb} over {' and '.join(map(repr, names))}" for verb, names in parts if names]
         return ", ".join(uses) or "not sharded"
 
 
@@ -59,10 +59,10 @@ def choose_data_axes(
     if layout not in LAYOUTS:
         raise InvalidPlan(f"parallelize(data={layout!r}): expected one of {', '.join(map(repr, LAYOUTS))}")
     if sizes.get(PIPELINE_AXIS, 1) > 1:
-        rest = ", ".join(repr(name) for name in sizes if name != PIPELINE_AXIS)
+        stage_axes = ", ".join(repr(name) for name in sizes if name != PIPELINE_AXIS)
         raise InvalidPlan(
             f"the mesh ({format_mesh(mesh)}) has a pipeline axis, whose ranks hold other stages: call moefx.pipeline, "
-            f"or compile and parallelize the model of a stage over the ranks of the stage, mesh[{rest}]"
+            f"or compile and parallelize the model of a stage over the ranks of the stage, mesh[{stage_axes}]"
         )
     if layout == "fsdp" and replicate:
         raise InvalidPlan(f"parallelize(data='fsdp', replicate_axes={replicate!r}): use data='hsdp' to replicate")

@@ -34,14 +34,14 @@ def choose_routes(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tuple[E
     Raises:
         InvalidPlan: "gather" is planned, and the process group cannot run it.
     """
-    dispatch, why = plan.dispatch, "as planned"
+    dispatch, reason = plan.dispatch, "as planned"
     if dispatch in ("rbd", "halo") and len(axis.topology.sizes) == 1:
-        why = f"{dispatch!r} as planned, over one node; set Plan(node_size=...) if there are several"
+        reason = f"{dispatch!r} as planned, over one node; set Plan(node_size=...) if there are several"
     if dispatch == "auto":
-        dispatch, why = _choose_dispatch(axis, plan, result)
+        dispatch, reason = _choose_dispatch(axis, plan, result)
     if dispatch == "pull" and (obstacle := find_obstacle(axis)):
         dispatch = "gather" if _has_reduce_scatter(axis) else "dedup"
-        why = f"{dispatch!r} for the planned 'pull': {obstacle}"
+        reason = f"{dispatch!r} for the planned 'pull': {obstacle}"
     if dispatch == "gather" and not _has_reduce_scatter(axis):
         raise InvalidPlan(
             f"Plan(dispatch='gather') on {axis.mesh.device_type}: gloo has no reduce-scatter there. Use NCCL, or "
@@ -51,11 +51,11 @@ def choose_routes(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tuple[E
         routes = axis.build_routes(by_level=False, dedup=True)
         host_group = "" if plan.max_tokens else axis.host_group
         limit = {"max_tokens": plan.max_tokens, "host_group": host_group}
-        return dataclasses.replace(routes, gathers=True, pulls=dispatch == "pull", **limit), why
+        return dataclasses.replace(routes, gathers=True, pulls=dispatch == "pull", **limit), reason
     if dispatch in ("rbd", "halo"):
         halo = dispatch == "halo"
-        return axis.build_routes(by_level=True, dedup=not halo or plan.pilots, splits_intra_node=halo), why
-    return axis.build_routes(by_level=False, dedup=dispatch != "flat"), why
+        return axis.build_routes(by_level=True, dedup=not halo or plan.pilots, splits_intra_node=halo), reason
+    return axis.build_routes(by_level=False, dedup=dispatch != "flat"), reason
 
 
 def find_obstacle(axis: ExpertAxis) -> str | None:
@@ -72,21 +72,25 @@ def _choose_dispatch(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tupl
         return "dedup", "auto: one level, and 'dedup' sends the fewest rows"
     tokens = _count_planned_tokens(axis, plan) or DEFAULT_TOKENS
     values, slots = _token_bytes(result), match.slots
-    gathered = count_gathered_bytes(values, slots, plan.max_tokens or tokens) if may_gather else None
+    gathered_bytes = count_gathered_bytes(values, slots, plan.max_tokens or tokens) if may_gather else None
     row_bytes = values + 6.0 * slots  # a weight and an expert for each slot
     seconds = predict_seconds(
-        axis.links, axis.topology.sizes, match.num_experts, slots, row_bytes, tokens, gathered_bytes=gathered
+        axis.links, axis.topology.sizes, match.num_experts, slots, row_bytes, tokens, gathered_bytes=gathered_bytes
     )
-    chosen = choose_dispatch(seconds, plan.max_tokens)
-    shown = ", ".join(
+    dispatch = choose_dispatch(seconds, plan.max_tokens)
+    predictions = ", ".join(
         f"{name} {1e3 * EXCHANGES_PER_LAYER * s:.2f} + {1e3 * HOST_COSTS[name].seconds(plan.max_tokens):.2f} ms"
         for name, s in seconds.items()
     )
-    why = f"auto: predicted for {tokens} tokens a rank {shown}; exchanges + host of a layer's forward and backward"
+    reason = (
+        f"auto: predicted for {tokens} tokens a rank {predictions}; exchanges + host of a layer's forward and backward"
+    )
     if _runs_ahead(axis):
-        can_capture = chosen == "gather" and plan.max_tokens
-        why += "; a CUDA graph " + ("can hold it" if can_capture else "needs Plan(dispatch='gather', max_tokens=...)")
-    return chosen, why
+        can_capture = dispatch == "gather" and plan.max_tokens
+        reason += "; a CUDA graph " + (
+            "can hold it" if can_capture else "needs Plan(dispatch='gather', max_tokens=...)"
+        )
+    return dispatch, reason
 
 
 def may_choose_gather(axis: ExpertAxis, plan: Plan) -> bool:

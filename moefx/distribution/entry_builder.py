@@ -140,10 +140,14 @@ def check_model(planned: Architecture, actual: Architecture, name: str) -> None:
     pairs = [(size, getattr(planned, size), getattr(actual, size)) for size in _SIZES]
     if not actual.note:  # otherwise the heads are assumed
         pairs += [(size, getattr(planned.attention, size), getattr(actual.attention, size)) for size in _HEADS]
-    if wrong := [f"{size} {ours} instead of {theirs}" for size, theirs, ours in pairs if ours != theirs]:
+    if differences := [
+        f"{size} {actual_size} instead of {planned_size}"
+        for size, planned_size, actual_size in pairs
+        if actual_size != planned_size
+    ]:
         raise InvalidInput(
-            f"{name} is not the model of the ranking, {planned.name}: it has {', '.join(wrong)}. Rank the model that "
-            "you train: moefx.plan(model, platform, world_size, ...)"
+            f"{name} is not the model of the ranking, {planned.name}: it has {', '.join(differences)}. Rank the model "
+            "that you train: moefx.plan(model, platform, world_size, ...)"
         )
 
 
@@ -161,12 +165,12 @@ def _check_nodes(entry: Entry, plan: Plan, platform: Platform) -> None:
     Raises:
         InvalidPlan: the nodes of this job have another size.
     """
-    here = resolve_node_size(plan.node_size, dist.get_world_size())
-    if entry.layout.dispatch in ("rbd", "halo") and plan.node_size is None and here != platform.node_size:
+    node_size = resolve_node_size(plan.node_size, dist.get_world_size())
+    if entry.layout.dispatch in ("rbd", "halo") and plan.node_size is None and node_size != platform.node_size:
         raise InvalidPlan(
             f"the entry's rows travel by nodes of {platform.node_size} ranks ({entry.layout.dispatch!r}), and a node "
-            f"of this job has {here}: build(..., node_size={here}) takes these, or rank layouts on a platform with "
-            "these nodes"
+            f"of this job has {node_size}: build(..., node_size={node_size}) takes these, or rank layouts on a "
+            "platform with these nodes"
         )
 
 

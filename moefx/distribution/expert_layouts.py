@@ -57,13 +57,13 @@ def share_stash(matched: Sequence[MatchedBlock], axis: ExpertAxis, plan: Plan) -
     num_blocks = Counter[tuple[tuple[int, ...], ...]]()  # each width of rows has a stash of its own
     for names, widths_of_block in widths.items():
         num_blocks[widths_of_block] += len(names)
-    shared = []
+    blocks = []
     for block in matched:
         if (layout := block.expert_layout) is not None and block.names in widths:
             routes = dataclasses.replace(layout.routes, stash_layers=factor * num_blocks[widths[block.names]])
             block = dataclasses.replace(block, expert_layout=dataclasses.replace(layout, routes=routes))
-        shared.append(block)
-    return tuple(shared)
+        blocks.append(block)
+    return tuple(blocks)
 
 
 def has_stash(axis: ExpertAxis) -> bool:
@@ -86,26 +86,26 @@ def preview_layouts(model: nn.Module, axis: ExpertAxis, survey: Survey, plan: Pl
         The survey with the graphs that `compile` would install, and with blocks that cannot be spread among the
         refused.
     """
-    laid_out, finished, refused = list[MatchedBlock](), list[MatchedBlock](), [*survey.refused]
+    laid_out, finished_blocks, refusals = list[MatchedBlock](), list[MatchedBlock](), [*survey.refused]
     for matched in survey.matched:
         try:
             laid_out.append(lay_out_block(matched, axis, plan))
-        except (Refused, InvalidPlan) as why:
-            refused += _refuse_layout(model, matched, why)
+        except (Refused, InvalidPlan) as error:
+            refusals += _refuse_layout(model, matched, error)
     laid_out = [*share_stash(laid_out, axis, plan)]
     layouts = dataclasses.replace(survey, matched=tuple(laid_out)).layout_by_name
     for matched in laid_out:
         try:
             check_owners(model, layouts, matched.names, axis.mesh)
-            finished.append(matched.finish(model.get_submodule(matched.names[0]), plan, keeps_captured=False))
-        except (Refused, InvalidInput) as why:
-            refused += _refuse_layout(model, matched, why)
-    return dataclasses.replace(survey, matched=tuple(finished), refused=tuple(refused))
+            finished_blocks.append(matched.finish(model.get_submodule(matched.names[0]), plan, keeps_captured=False))
+        except (Refused, InvalidInput) as error:
+            refusals += _refuse_layout(model, matched, error)
+    return dataclasses.replace(survey, matched=tuple(finished_blocks), refused=tuple(refusals))
 
 
-def _refuse_layout(model: nn.Module, matched: MatchedBlock, why: MoefxError) -> list[Refusal]:
+def _refuse_layout(model: nn.Module, matched: MatchedBlock, error: MoefxError) -> list[Refusal]:
     """Build the refusals of the modules of a match that cannot be spread."""
-    refusal = why if isinstance(why, Refused) else Refused(str(why))
+    refusal = error if isinstance(error, Refused) else Refused(str(error))
     source = refusal.source or forward_line(model.get_submodule(matched.names[0]))
     return [
         Refusal(name, refusal.reason, source, refusal.culprits, refusal.remedy, cause=refusal.cause)

@@ -58,9 +58,9 @@ def _expert_length(table: Sequence[ParameterSlice]) -> int:
 
 
 def _first_axis_range(part: ParameterSlice) -> tuple[int, int] | None:
-    op, *rest = part.steps[0] if part.steps else ("",)
-    if op == "at" and rest[1][0][0] == 0:
-        return rest[1][0][1], rest[1][0][1] + 1
-    if op == "slice" and (rest[1], rest[4]) == (0, 1):
-        return rest[2], rest[3]
+    op, *arguments = part.steps[0] if part.steps else ("",)
+    if op == "at" and arguments[1][0][0] == 0:
+        return arguments[1][0][1], arguments[1][0][1] + 1
+    if op == "slice" and (arguments[1], arguments[4]) == (0, 1):
+        return arguments[2], arguments[3]
     return None

@@ -58,27 +58,27 @@ def check_agreement(axis: ExpertAxis, plan: Plan, summary: str) -> None:
         "the nodes of ranks": _describe_nodes(axis),
         "the rewritten blocks": summary,
     }
-    gathered: list[Any] = [None] * axis.size
-    dist.all_gather_object(gathered, own_facts, group=get_group(axis.group))
-    wrong = []
+    facts_by_rank: list[Any] = [None] * axis.size
+    dist.all_gather_object(facts_by_rank, own_facts, group=get_group(axis.group))
+    differences = []
     for name, fact in own_facts.items():
-        others = {number: facts.get(name) for number, facts in enumerate(gathered) if facts.get(name) != fact}
+        others = {number: facts.get(name) for number, facts in enumerate(facts_by_rank) if facts.get(name) != fact}
         if others:
             number, other = next(iter(others.items()))
             count = f" ({len(others)} of {axis.size} differ)" if len(others) > 1 else ""
-            wrong.append(f"{name}: rank {axis.rank} of the axis has {fact}, rank {number} has {other}{count}")
-    if wrong:
-        raise InvalidPlan(f"the ranks of mesh axis {axis.name!r} do not agree on " + "; ".join(wrong))
+            differences.append(f"{name}: rank {axis.rank} of the axis has {fact}, rank {number} has {other}{count}")
+    if differences:
+        raise InvalidPlan(f"the ranks of mesh axis {axis.name!r} do not agree on " + "; ".join(differences))
 
 
 def gather_by_rank(mesh: DeviceMesh, own_value: Any) -> dict[int, Any]:
     """Gather a value from all ranks of a mesh, one axis after the other. Returns values by world rank. Collective."""
-    gathered = {dist.get_rank(): own_value}
+    value_by_rank = {dist.get_rank(): own_value}
     for dim in range(mesh.ndim):
         along_axis: list[Any] = [None] * mesh.size(dim)
-        dist.all_gather_object(along_axis, gathered, group=mesh.get_group(dim))
-        gathered = {rank: value for values in along_axis for rank, value in values.items()}
-    return gathered
+        dist.all_gather_object(along_axis, value_by_rank, group=mesh.get_group(dim))
+        value_by_rank = {rank: value for values in along_axis for rank, value in values.items()}
+    return value_by_rank
 
 
 def _describe_nodes(axis: ExpertAxis) -> str:

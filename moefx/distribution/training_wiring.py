@@ -66,16 +66,16 @@ def describe_reductions(
     model: nn.Module, layouts: dict[str, ExpertLayout], axis: ExpertAxis, plan: Plan
 ) -> tuple[str, ...]:
     """Describe the reductions in lines, for `explain`. The model need not be spread yet."""
-    of_experts, elsewhere = set[str](), set[str]()
+    of_experts, other_names = set[str](), set[str]()
     for block, layout in layouts.items():
         own_names = layout.parameters.of_experts(layout.placement.local_experts)
         separate = {name for names in layout.parameters.separate for name in names}
         of_experts |= {join_name(block, name) for name in (*layout.parameters.stacked, *own_names)}
-        elsewhere |= {join_name(block, name) for name in separate - own_names}
-    held = {name for name, p in model.named_parameters() if p.requires_grad} - elsewhere
-    counts = {"experts": len(held & of_experts), "others": len(held - of_experts)}
-    outside = dist.get_world_size() - axis.mesh.size()
-    return tuple(format_reductions(plan_reductions(axis, plan), counts, outside))
+        other_names |= {join_name(block, name) for name in separate - own_names}
+    own_parameters = {name for name, p in model.named_parameters() if p.requires_grad} - other_names
+    counts = {"experts": len(own_parameters & of_experts), "others": len(own_parameters - of_experts)}
+    outer_ranks = dist.get_world_size() - axis.mesh.size()
+    return tuple(format_reductions(plan_reductions(axis, plan), counts, outer_ranks))
 
 
 def prepare_training(compiled: nn.Module, axis: ExpertAxis, plan: Plan) -> None:

@@ -79,8 +79,8 @@ def describe_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any,
     """Return the shapes and dtypes of a micro-batch's inputs, and all other values that are plain."""
     leaves, spec = tree_flatten((args, kwargs))
     plain = (bool, int, float, str, type(None))
-    described = tuple(
+    descriptions = tuple(
         (tuple(v.shape), str(v.dtype)) if isinstance(v, Tensor) else v if isinstance(v, plain) else type(v).__name__
         for v in leaves
     )
-    return (str(spec), *described)
+    return (str(spec), *descriptions)

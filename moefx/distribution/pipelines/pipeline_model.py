@@ -153,10 +153,10 @@ class Pipeline(nn.Module):
     def _rebuild_schedule(self, error: Exception | None, seen: Any) -> None:
         """Build torch's schedule for inputs of new shapes, if all ranks of the pipeline have the same ones."""
         self._scheduled_inputs = None
-        described = self._group.raise_together(error, seen)
-        if any(other != seen for other in described):
+        inputs = self._group.raise_together(error, seen)
+        if any(other != seen for other in inputs):
             self._group.raise_together(
-                InvalidInput(f"ranks of a pipeline pass inputs of different shapes: {described}. Pass the same inputs")
+                InvalidInput(f"ranks of a pipeline pass inputs of different shapes: {inputs}. Pass the same inputs")
             )
         self._schedule = self._order.build(self._parts, self._group.group, self._device)
         self._scheduled_inputs = seen

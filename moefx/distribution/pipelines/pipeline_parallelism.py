@@ -107,15 +107,19 @@ def pipeline(
         schedule, mesh[PIPELINE_AXIS].size(), microbatches, None if counts is None else len(counts), chunks
     )
     sizes = {axis: mesh[axis].size() for axis in mesh.mesh_dim_names or () if axis != PIPELINE_AXIS}
-    planned, data_ranks = dict(plan.layout or ()), count_data_ranks(sizes, plan)
-    zero = resolve_zero(data, zero, planned.get("zero"), data_ranks, order.kind.splits_backward)
+    planned_layout, data_ranks = dict(plan.layout or ()), count_data_ranks(sizes, plan)
+    zero = resolve_zero(data, zero, planned_layout.get("zero"), data_ranks, order.kind.splits_backward)
     sharding = StageSharding(data, shard_axes, replicate_axes, mp_policy, zero)
     sharding.check_ranks(math.prod(sizes.values()))
-    recompute = bool(planned.get("recompute")) if recompute is None else recompute
-    done = {**order.sizes, "recompute": int(recompute), "zero": zero if data_ranks > 1 else planned.get("zero", 0)}
-    plan = _remove_done_sizes(plan, done)
+    recompute = bool(planned_layout.get("recompute")) if recompute is None else recompute
+    done_sizes = {
+        **order.sizes,
+        "recompute": int(recompute),
+        "zero": zero if data_ranks > 1 else planned_layout.get("zero", 0),
+    }
+    plan = _remove_done_sizes(plan, done_sizes)
     group = StageGroup(mesh, list(model.state_dict()))
-    cut, plan, decision = _plan_stages(model, mesh, plan, order, name, counts, example_inputs)
+    stage_split, plan, decision = _plan_stages(model, mesh, plan, order, name, counts, example_inputs)
     stage_mesh = mesh[tuple(sizes)] if sizes else None
     if stage_mesh is not None and stage_mesh.size() == 1:  # parameters stay plain tensors, as without these axes
         stage_mesh, plan = None, without_mesh_fields(plan)
@@ -124,13 +128,13 @@ def pipeline(
     error: Exception | None = None
     try:
         for number in order.list_stages(mesh[PIPELINE_AXIS].get_local_rank()):
-            port = StagePort(number, number == cut.num_stages - 1, loss_fn, microbatches)
-            stage_model, why = _compile_stage(model, cut, number, plan, stage_mesh, example_inputs, order)
+            port = StagePort(number, number == stage_split.num_stages - 1, loss_fn, microbatches)
+            stage_model, reason = _compile_stage(model, stage_split, number, plan, stage_mesh, example_inputs, order)
             if decision is not None and RECORD in vars(stage_model):
                 vars(stage_model)[RECORD] = dataclasses.replace(vars(stage_model)[RECORD], planned=decision)
-            install_stage(stage_model, cut, number, port)
+            install_stage(stage_model, stage_split, number, port)
             stages.append(Stage(number, stage_model, port, sharding))
-            missing += [why] if why else []
+            missing += [reason] if reason else []
     except Exception as found:
         error = found
     num_blocks = sum(len(find_rewritten_blocks(stage.model)) for stage in stages)
@@ -142,19 +146,19 @@ def pipeline(
             if stage_mesh is not None:
                 sharding.shard(stage.model, stage_mesh)
             if recompute:
-                recompute_layers(stage.model, cut.list_layers(stage.number))
+                recompute_layers(stage.model, stage_split.list_layers(stage.number))
     except Exception as found:
         error = found
     group.raise_together(error, num_blocks)
-    return Pipeline(model, stages, cut, order, group)
+    return Pipeline(model, stages, stage_split, order, group)
 
 
 def _check_call(model: nn.Module, mesh: DeviceMesh, plan: Plan | str | None, loss_fn: Any) -> Plan:
     """Check the arguments of `pipeline` that need no model, and return the plan."""
     if not isinstance(mesh, DeviceMesh) or PIPELINE_AXIS not in (mesh.mesh_dim_names or ()):
-        shown = format_mesh(mesh) if isinstance(mesh, DeviceMesh) and mesh.mesh_dim_names else repr(mesh)
+        axes = format_mesh(mesh) if isinstance(mesh, DeviceMesh) and mesh.mesh_dim_names else repr(mesh)
         raise InvalidPlan(
-            f"the mesh ({shown}) has no axis {PIPELINE_AXIS!r} for the stages: "
+            f"the mesh ({axes}) has no axis {PIPELINE_AXIS!r} for the stages: "
             'init_device_mesh(device, (stages, ranks), mesh_dim_names=("pp", "ep"))'
         )
     if plan is None:
@@ -171,9 +175,9 @@ def _check_call(model: nn.Module, mesh: DeviceMesh, plan: Plan | str | None, los
         )
     if not callable(loss_fn):
         raise InvalidInput(f"loss_fn={loss_fn!r}: expected a function of (output, target) that returns the mean loss")
-    held = {id(module) for module in model.modules()}
+    model_ids = {id(module) for module in model.modules()}
     for module in _find_modules(loss_fn):
-        if id(module) in held:
+        if id(module) in model_ids:
             raise InvalidInput(
                 f"loss_fn uses {type(module).__name__} of the model. The stages are copies, so it would read what no "
                 "step writes, and lose the losses of layers in other stages: compute the loss from (output, target) "
@@ -182,24 +186,24 @@ def _check_call(model: nn.Module, mesh: DeviceMesh, plan: Plan | str | None, los
     return plan
 
 
-def _remove_done_sizes(plan: Plan, done: dict[str, int]) -> Plan:
+def _remove_done_sizes(plan: Plan, done_sizes: dict[str, int]) -> Plan:
     """Take out of a planner's layout what `pipeline` does. `compile` checks the rest.
 
     Args:
-        done: stages, micro-batches, the stage of ZeRO, and whether layers run again.
+        done_sizes: stages, micro-batches, the stage of ZeRO, and whether layers run again.
 
     Raises:
         InvalidPlan: the layout has other sizes.
     """
     counts = dict(plan.layout or ())
-    for name, size in done.items():
+    for name, size in done_sizes.items():
         if counts.get(name, size) != size:
             raise InvalidPlan(
                 f"the planner's layout has {name}={counts[name]}, and pipeline was given {name}={size}: call "
                 "ranking.build(index, model, loss_fn), or take init_device_mesh(device_type, **entry.mesh), "
                 "schedule=entry.layout.schedule and microbatches=entry.layout.microbatches"
             )
-    return plan.replace(layout={name: size for name, size in counts.items() if name not in done} or None)
+    return plan.replace(layout={name: size for name, size in counts.items() if name not in done_sizes} or None)
 
 
 def _find_modules(function: Any) -> list[nn.Module]:
@@ -263,7 +267,7 @@ def _widen_stash(plan: Plan, mesh: DeviceMesh, order: StageOrder) -> Plan:
 
 def _compile_stage(
     model: nn.Module,
-    cut: StageSplit,
+    split: StageSplit,
     number: int,
     plan: Plan,
     mesh: DeviceMesh | None,
@@ -275,15 +279,15 @@ def _compile_stage(
     Returns:
         The stage's model, and the reason if none of its blocks was rewritten.
     """
-    reduced, why = reduce_to_stage(model, cut, number), ""
+    reduced_model, reason = reduce_to_stage(model, split, number), ""
     spreads = mesh is not None and dict(plan.layout or ()).get("ep") != 1
     if spreads and mesh is not None:
         plan = _widen_stash(plan, mesh, order)
     try:
-        stage_model = compile_model(reduced, example_inputs, mesh=mesh if spreads else None, plan=plan)
+        stage_model = compile_model(reduced_model, example_inputs, mesh=mesh if spreads else None, plan=plan)
     except NoMoEBlockFound as error:  # a stage of dense layers
-        stage_model, why = reduced, str(error)
-    if mesh is not None and (why or not spreads):
+        stage_model, reason = reduced_model, str(error)
+    if mesh is not None and (reason or not spreads):
         axes = resolve_expert_axes(mesh, plan.expert_axis) if spreads else ()
         mark_as_spread(stage_model, mesh, axes, plan.sequence_axis)
-    return stage_model, why
+    return stage_model, reason

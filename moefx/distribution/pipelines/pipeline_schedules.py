@@ -148,10 +148,10 @@ def order_stages(
         expected = f"a multiple of {ranks} from {ranks * kind.chunks}" if kind.takes_several else ranks * kind.chunks
         raise InvalidPlan(f"{request}, and schedule={name!r} takes {expected} on {ranks} ranks of the pipeline axis")
     order = StageOrder(name, ranks, per_rank, microbatches)
-    least = order.num_stages if name in ("1f1b", "dualpipev") else 1
-    if microbatches < least:
+    minimum = order.num_stages if name in ("1f1b", "dualpipev") else 1
+    if microbatches < minimum:
         raise InvalidPlan(
-            f"microbatches={microbatches}, and schedule={name!r} of {order.num_stages} stages takes {least} or more: "
+            f"microbatches={microbatches}, and schedule={name!r} of {order.num_stages} stages takes {minimum} or more: "
             "pass more, use schedule='gpipe', or build an entry with more micro-batches"
         )
     if name in ("interleaved", "zb-h1") and microbatches % ranks:
@@ -198,7 +198,7 @@ def run_forwards(
         The results of the last stage, () on ranks that do not have it.
     """
     ranks, local = dist.get_process_group_ranks(group), {stage.number for stage in stages}
-    sent: list[tuple[Any, Tensor]] = []
+    sends: list[tuple[Any, Tensor]] = []
     results = []
     for microbatch in range(order.microbatches):
         hidden: Tensor | None = None
@@ -211,8 +211,8 @@ def run_forwards(
             if stage.port.is_last:
                 results.append(result)
             elif stage.number + 1 not in local:
-                sent.append((dist.isend(result, ranks[order.find_rank(stage.number + 1)], group=group), result))
+                sends.append((dist.isend(result, ranks[order.find_rank(stage.number + 1)], group=group), result))
             hidden = result
-    for work, _ in sent:
+    for work, _ in sends:
         work.wait()
     return results

@@ -27,14 +27,14 @@ def check_stages(model: nn.Module, mesh: DeviceMesh) -> None:
         return
     digests: list[Any] = [None] * mesh[PIPELINE_AXIS].size()
     dist.all_gather_object(digests, _digest(model), group=mesh.get_group(PIPELINE_AXIS))
-    alike = [stage for stage, digest in enumerate(digests) if digests.count(digest) > 1]
-    if alike:
-        rest = ", ".join(repr(name) for name in mesh.mesh_dim_names or () if name != PIPELINE_AXIS)
+    equal_stages = [stage for stage, digest in enumerate(digests) if digests.count(digest) > 1]
+    if equal_stages:
+        other_axes = ", ".join(repr(name) for name in mesh.mesh_dim_names or () if name != PIPELINE_AXIS)
         raise InvalidPlan(
-            f"the mesh has a pipeline axis {PIPELINE_AXIS!r}, and stages {', '.join(map(str, alike))} hold the same "
-            "model: compile does not split a model, moefx.pipeline(model, mesh, ...) does. Or give compile the module "
-            "of this rank's stage (torch.distributed.pipelining), or a mesh of one stage's ranks"
-            + (f", mesh[{rest}]" if rest else "")
+            f"the mesh has a pipeline axis {PIPELINE_AXIS!r}, and stages {', '.join(map(str, equal_stages))} hold "
+            "the same model: compile does not split a model, moefx.pipeline(model, mesh, ...) does. Or give compile "
+            "the module of this rank's stage (torch.distributed.pipelining), or a mesh of one stage's ranks"
+            + (f", mesh[{other_axes}]" if other_axes else "")
         )
 
 

@@ -47,8 +47,8 @@ class DryRunState:
         """Check the call of a layer, and return its result."""
         hidden, others = find_hidden(args, kwargs)
         if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
-            shown = hidden.dtype if isinstance(hidden, Tensor) else type(hidden).__name__
-            raise self.refuse(f"{name} receives {shown} first, not hidden states", "pass them as the first argument")
+            received = hidden.dtype if isinstance(hidden, Tensor) else type(hidden).__name__
+            raise self.refuse(f"{name} receives {received} first, not hidden states", "pass them as the first argument")
         if index != self.calls:
             raise self.refuse(f"{name} runs as number {self.calls}", "run each layer once, in the order of their list")
         if self.previous is not None:

@@ -190,8 +190,8 @@ class StageForward:
             return output
         loss = port.loss_fn(output, port.targets[port.microbatch])
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shown = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise InvalidInput(f"loss_fn(output, target) returned {shown}, expected a tensor of one number: its mean")
+            kind = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise InvalidInput(f"loss_fn(output, target) returned {kind}, expected a tensor of one number: its mean")
         port.losses.append(loss.detach().reshape(()))
         return loss.double().reshape(1) / port.num_microbatches  # torch is told the dtype before the first step
 

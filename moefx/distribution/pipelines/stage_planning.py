@@ -128,9 +128,9 @@ def _find_layout(facts: Facts, model: Architecture, plan: Plan, mesh: DeviceMesh
 def _find_first_use(plan: Plan, mesh: DeviceMesh) -> AxisUse:
     """Return how the ranks of a stage share experts and tokens: the first use if the plan leaves it open."""
     sizes = {name: mesh[name].size() for name in mesh.mesh_dim_names or () if name != PIPELINE_AXIS}
-    ranks, shared = math.prod(sizes.values()), plan.sequence_axis or TENSOR_AXIS
+    ranks, shared_axis = math.prod(sizes.values()), plan.sequence_axis or TENSOR_AXIS
     if ranks == 1 or dict(plan.layout or ()).get("ep") == 1:
-        tp = sizes.get(shared, 1)
+        tp = sizes.get(shared_axis, 1)
         return AxisUse(tp=tp, dp=ranks // tp)
     return list_axis_uses(mesh, plan)[0]
 
@@ -156,17 +156,17 @@ def decide_plan(
 
 
 def _reduce_architecture(
-    whole: Architecture, survey: PlannerSurvey, counts: tuple[int, ...], own_stages: list[int]
+    architecture: Architecture, survey: PlannerSurvey, counts: tuple[int, ...], own_stages: list[int]
 ) -> Architecture | None:
     """Return the architecture of the stages of one rank together, None without experts."""
     ends = list(itertools.accumulate(counts, initial=0))
     has_experts = [is_moe for stage in own_stages for is_moe in survey.has_experts[ends[stage] : ends[stage + 1]]]
     if not any(has_experts):
         return None
-    embedding, is_last = whole.vocab_size * whole.hidden_size, len(counts) - 1 in own_stages
+    embedding, is_last = architecture.vocab_size * architecture.hidden_size, len(counts) - 1 in own_stages
     sizes = dict(num_layers=len(has_experts), num_moe_layers=sum(has_experts))
     if is_last and 0 in own_stages:
-        return whole.replace(**sizes)
+        return architecture.replace(**sizes)
     if is_last:  # one table, that of the head
-        return whole.replace(**sizes, is_tied=True)
-    return whole.replace(**sizes, vocab_size=0, num_other=embedding if 0 in own_stages else 0)
+        return architecture.replace(**sizes, is_tied=True)
+    return architecture.replace(**sizes, vocab_size=0, num_other=embedding if 0 in own_stages else 0)

@@ -77,8 +77,8 @@ def count_data_ranks(sizes: Mapping[str, int], plan: Plan) -> int:
         sizes: the axes beside the pipeline axis.
     """
     experts = (plan.expert_axis,) if isinstance(plan.expert_axis, str) else plan.expert_axis or ()
-    shared = {plan.sequence_axis} | ({TENSOR_AXIS} - set(experts))
-    return math.prod(size for axis, size in sizes.items() if axis not in shared)
+    shared_axes = {plan.sequence_axis} | ({TENSOR_AXIS} - set(experts))
+    return math.prod(size for axis, size in sizes.items() if axis not in shared_axes)
 
 
 def resolve_zero(data: str, zero: int | None, planned: int | None, data_ranks: int, splits_backward: bool) -> int:

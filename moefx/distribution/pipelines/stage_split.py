@@ -167,11 +167,13 @@ def split_model(
         outer_name for outer_name in outer if next(model.get_submodule(outer_name).parameters(), None) is not None
     ]
     dry_run = DryRun(model, layers, with_parameters)
-    called = _run_examples(dry_run, model, example_inputs)
+    end_by_module = _run_examples(dry_run, model, example_inputs)
     last = len(counts) - 1
-    owners = {outer_name: 0 if called.get(outer_name, FIRST) == FIRST else last for outer_name in with_parameters}
-    shared = tuple(outer_name for outer_name in outer if outer_name not in owners)
-    split = StageSplit(layers, keys, counts, owners, shared, dry_run, basis)
+    owners = {
+        outer_name: 0 if end_by_module.get(outer_name, FIRST) == FIRST else last for outer_name in with_parameters
+    }
+    shared_names = tuple(outer_name for outer_name in outer if outer_name not in owners)
+    split = StageSplit(layers, keys, counts, owners, shared_names, dry_run, basis)
     _check_parameters(model, split)
     return split
 
@@ -234,13 +236,13 @@ def _check_parameters(model: nn.Module, split: StageSplit) -> None:
 def reduce_to_stage(model: nn.Module, split: StageSplit, stage: int) -> nn.Module:
     """Return a copy of a model without the layers of other stages. It shares the parameters, and still runs on the
     model's inputs: `install_stage` follows after `compile`."""
-    reduced, _ = copy_model(model)
-    container = reduced.get_submodule(split.layers)
+    stage_model, _ = copy_model(model)
+    container = stage_model.get_submodule(split.layers)
     begin, end = split.find_range(stage)
     for index, (key, layer) in enumerate(list(container.named_children())):
         if not begin <= index < end:
             setattr(container, key, SkippedLayer(layer))
-    return reduced
+    return stage_model
 
 
 def install_stage(model: nn.Module, split: StageSplit, stage: int, port: StagePort) -> None:
@@ -263,9 +265,9 @@ def check_boundary(split: StageSplit, args: tuple[Any, ...], kwargs: dict[str, A
     Raises:
         InvalidInput: the model cannot be cut for these inputs, or uses other modules than for the example inputs.
     """
-    hidden, called = split.dry_run.run(args, kwargs)
+    hidden, end_by_module = split.dry_run.run(args, kwargs)
     last = split.num_stages - 1
-    for name, end in called.items():
+    for name, end in end_by_module.items():
         if split.owners[name] != (0 if end == FIRST else last):
             raise InvalidInput(
                 f"{name} is in stage {split.owners[name]}, because the example inputs use it there or not at all, and "

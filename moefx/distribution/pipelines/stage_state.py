@@ -53,13 +53,13 @@ class StageGroup:
         Args:
             cpu, rank: as for `moefx.full_state_dict`.
         """
-        here, device = rank is None or dist.get_rank() == rank, torch.device(self.mesh.device_type)
+        receives_state, device = rank is None or dist.get_rank() == rank, torch.device(self.mesh.device_type)
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-        described = {name: (value.shape, value.dtype) for name, value in tensors.items()}
-        answers = self.gather((described, {name: value for name, value in state.items() if name not in tensors}))
-        merged: dict[str, Any] = {}
+        layouts = {name: (value.shape, value.dtype) for name, value in tensors.items()}
+        states_by_rank = self.gather((layouts, {name: value for name, value in state.items() if name not in tensors}))
+        merged_state: dict[str, Any] = {}
         seen: set[str] = set()
-        for owner, (shapes, others) in zip(self.ranks, answers, strict=True):
+        for owner, (shapes, others) in zip(self.ranks, states_by_rank, strict=True):
             for name, (shape, dtype) in shapes.items():
                 if name in seen:
                     continue  # a buffer that every stage has
@@ -69,11 +69,11 @@ class StageGroup:
                 else:
                     value = torch.empty(shape, dtype=dtype, device=device)
                 dist.broadcast(value, owner, group=self.group)
-                if here:
-                    merged[name] = value.cpu() if cpu else value
-            merged |= others if here else {}
-        order = [name for name in self.names if name in merged]
-        return {name: merged[name] for name in dict.fromkeys([*order, *merged])}
+                if receives_state:
+                    merged_state[name] = value.cpu() if cpu else value
+            merged_state |= others if receives_state else {}
+        order = [name for name in self.names if name in merged_state]
+        return {name: merged_state[name] for name in dict.fromkeys([*order, *merged_state])}
 
     def average_loss(self, loss: Tensor | None) -> Tensor:
         """Return the mean of a loss over the data ranks, on every rank of the mesh. Collective over the mesh.
