@@ -88,8 +88,8 @@ def backend(
     Raises:
         InvalidPlan: an unknown option, or an invalid plan.
     """
-    chosen = parse_options(options, mode)
-    out, regions = rewrite_regions(gm, list(example_inputs), chosen.plan)
+    settings = parse_options(options, mode)
+    out, regions = rewrite_regions(gm, list(example_inputs), settings.plan)
     _log_findings(gm, regions, "it is compiled as it is")
     for skipped in _find_skipped_functions():
         _log_once(logging.WARNING, f"moefx: {skipped}. If these are experts: {registry.COMPILE_FIRST}")
@@ -99,10 +99,10 @@ def backend(
         vars(out)[RECORD] = record
         trace_artifacts.log_artifacts(out, lambda: str(explain(out)))
         for forward in find_rewritten_blocks(out).values():
-            forward.compiled_by = chosen.compiled_by
+            forward.compiled_by = settings.compiled_by
         with keeping_saved_tensors():
-            return chosen.rest(out, example_inputs)
-    return chosen.rest(out, example_inputs)
+            return settings.rest(out, example_inputs)
+    return settings.rest(out, example_inputs)
 
 
 backend.reset = registry.forget  # pyright: ignore[reportFunctionMemberAccess]
@@ -114,22 +114,25 @@ def _log_findings(gm: fx.GraphModule, regions: GraphRegions, action: str) -> Non
     logged once.
     """
     findings = regions.flatten()
-    refused = [r for f in findings for r in f.refused]
+    refusals = [r for f in findings for r in f.refused]
     before = [r for one in registry.COMPILED_GRAPHS for r in one.record.refused]
-    matched = [m for one in registry.COMPILED_GRAPHS for m in one.record.matched]
-    others = [r for r in registry.find_few_token_refusals([*before, *refused], matched) if r in refused]
-    for level, logged in (logging.INFO, others), (logging.WARNING, [r for r in refused if r not in others]):
+    blocks = [m for one in registry.COMPILED_GRAPHS for m in one.record.matched]
+    few_token_refusals = [r for r in registry.find_few_token_refusals([*before, *refusals], blocks) if r in refusals]
+    for level, logged in (
+        (logging.INFO, few_token_refusals),
+        (logging.WARNING, [r for r in refusals if r not in few_token_refusals]),
+    ):
         for refusal in merge_refusals(logged):
             _log_once(level, f"moefx left a region of a graph as it was: {refusal}")
     if regions.open and (reason := _find_graph_break(gm)) is not None:
         frames = getattr(reason, "user_stack", None) or []
-        where = f" at {frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}" if frames else ""
+        location = f" at {frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}" if frames else ""
         first_line = (str(getattr(reason, "reason", "")).splitlines() or [""])[0]
         for line in regions.open:
             _log_once(
                 logging.WARNING,
-                f"moefx: experts are selected at {line}, but Dynamo ends its graph{where} ({first_line}) before their "
-                f"results come together. {registry.COMPILE_FIRST}",
+                f"moefx: experts are selected at {line}, but Dynamo ends its graph{location} ({first_line}) before "
+                f"their results come together. {registry.COMPILE_FIRST}",
             )
     if not any(f.matched or f.refused for f in findings):
         nodes = len(regions.analysis.nodes)
@@ -173,15 +176,15 @@ def _build_record(gm: fx.GraphModule, regions: GraphRegions) -> Record:
     for f in regions.flatten():
         for region, proof in f.matched:
             holds_for = str(region.specialization(f.analysis, proof.program))
-            known = reports.get(id(proof), dataclasses.replace(proof.report, names=(), holds_for=holds_for))
-            reports[id(proof)] = dataclasses.replace(known, names=(*known.names, region.name))
+            report = reports.get(id(proof), dataclasses.replace(proof.report, names=(), holds_for=holds_for))
+            reports[id(proof)] = dataclasses.replace(report, names=(*report.names, region.name))
     findings = regions.flatten()
-    refused = [r for f in findings for r in f.refused]
+    refusals = [r for f in findings for r in f.refused]
     if _find_graph_break(gm) is not None:
-        refused += [Refusal("", _GRAPH_BREAK, line, (), registry.COMPILE_FIRST) for line in regions.open]
+        refusals += [Refusal("", _GRAPH_BREAK, line, (), registry.COMPILE_FIRST) for line in regions.open]
     elif not reports:  # beside a mixture such a selection is statistics
-        refused += [Refusal("", _RETURNED_CHOICE, line) for line in regions.open]
-    return Record(tuple(reports.values()), tuple(refused), sum(f.seconds for f in findings))
+        refusals += [Refusal("", _RETURNED_CHOICE, line) for line in regions.open]
+    return Record(tuple(reports.values()), tuple(refusals), sum(f.seconds for f in findings))
 
 
 # ---------------------------------------------------------------------- queries

@@ -55,10 +55,10 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None) -> Backen
                     f"options={{{option!r}: ...}}: that is an option of Inductor; "
                     f"options={{'backend_options': {{{option!r}: ...}}}} passes it on"
                 )
-            known = sorted(fields | {"backend", "backend_options"})
+            known_names = sorted(fields | {"backend", "backend_options"})
             raise InvalidPlan(
-                f"options={{{option!r}: ...}}: unknown option; expected one of {', '.join(known)}"
-                + nearest(str(option), known)
+                f"options={{{option!r}: ...}}: unknown option; expected one of {', '.join(known_names)}"
+                + nearest(str(option), known_names)
             )
     plan = check_plan(Plan(**plan_options))
     return BackendOptions(plan, name, _with_options(_find_compiler(name), name, backend_options, mode))
@@ -76,11 +76,11 @@ def _find_compiler(name: Any) -> Callable[..., Any]:
         return name
     if not isinstance(name, str):
         raise InvalidPlan(f"options={{'backend': {name!r}}}: expected a name or a function")
-    known = torch.compiler.list_backends(exclude_tags=())
-    if name not in known:
+    backends = torch.compiler.list_backends(exclude_tags=())
+    if name not in backends:
         raise InvalidPlan(
-            f"options={{'backend': {name!r}}}: torch has no backend of that name; expected one of {', '.join(known)}"
-            + nearest(name, known)
+            f"options={{'backend': {name!r}}}: torch has no backend of that name; expected one of {', '.join(backends)}"
+            + nearest(name, backends)
         )
     return torch._dynamo.lookup_backend(name)
 
@@ -118,13 +118,13 @@ def _check_inductor_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Check options as `torch.compile(options=...)` does. Returns them under Inductor's names."""
     from torch._inductor import config, list_options
 
-    known, kind_of = list_options(), cast(Any, config).get_type
+    known_names, kind_of = list_options(), cast(Any, config).get_type
     for option, value in options.items():
         name = str(option).replace("-", "_")
-        if name not in known:
+        if name not in known_names:
             raise InvalidPlan(
                 f"options={{'backend_options': {{{option!r}: ...}}}}: Inductor has no such option, see "
-                f"torch._inductor.list_options(){nearest(name, known)}"
+                f"torch._inductor.list_options(){nearest(name, known_names)}"
             )
         kind = kind_of(name)
         if get_origin(kind) is None and not isinstance(value, kind):

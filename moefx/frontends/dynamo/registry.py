@@ -35,8 +35,8 @@ class SkippedFunction(NamedTuple):
     operator: str
 
     def __str__(self) -> str:
-        where = f"{self.name} ({self.file.rpartition('/')[2]}:{self.line})"
-        return f"Dynamo does not compile {where}, because the rows in a loop depend on data ({self.operator})"
+        location = f"{self.name} ({self.file.rpartition('/')[2]}:{self.line})"
+        return f"Dynamo does not compile {location}, because the rows in a loop depend on data ({self.operator})"
 
 
 @dataclasses.dataclass
@@ -67,9 +67,9 @@ def register_graph(out: fx.GraphModule, regions: GraphRegions, record: Record) -
     weights = [f.analysis.weights[n] for f in findings for region, _ in f.matched for n in region.weights]
     weights = weights or [t for f in findings for t in f.analysis.weights.values()]
     outermost: set[Source] = {find_user_sources(n, 0)[-1] for n in regions.analysis.nodes if n.stack_trace}
-    entered = {(source.file, source.line) for source in outermost}
+    entry_lines = {(source.file, source.line) for source in outermost}
     graphs = COMPILED_GRAPHS if record.matched or record.refused else GRAPHS_WITHOUT_MOE
-    graphs.append(CompiledGraph(record, forwards, [weakref.ref(t) for t in weights], entered))
+    graphs.append(CompiledGraph(record, forwards, [weakref.ref(t) for t in weights], entry_lines))
     del graphs[:-_MAX_GRAPHS]
 
 
@@ -86,8 +86,8 @@ def find_graphs(target: nn.Module | Callable[..., Any], graphs: Sequence[Compile
         lines = function_lines(target)
         return [one for one in graphs if lines & one.entered]
     tensor_ids = {id(t) for t in (*target.parameters(), *target.buffers())}
-    alive = [(one, next((t for ref in one.weights if (t := ref()) is not None), None)) for one in graphs]
-    return [one for one, weight in alive if weight is not None and id(weight) in tensor_ids]
+    graphs_with_weight = [(one, next((t for ref in one.weights if (t := ref()) is not None), None)) for one in graphs]
+    return [one for one, weight in graphs_with_weight if weight is not None and id(weight) in tensor_ids]
 
 
 def function_lines(function: Callable[..., Any]) -> set[tuple[str, int]]:
@@ -98,27 +98,27 @@ def function_lines(function: Callable[..., Any]) -> set[tuple[str, int]]:
 
 def merge_graphs(graphs: list[CompiledGraph]) -> tuple[Record, dict[str, BlockForward]]:
     """Merge the records and regions of several graphs. The latest region of each name wins."""
-    matched: dict[tuple[str, ...], BlockReport] = {}
-    refused: dict[str, Refusal] = {}
+    report_by_names: dict[tuple[str, ...], BlockReport] = {}
+    refusal_by_text: dict[str, Refusal] = {}
     forwards: dict[str, BlockForward] = {}
     for one in graphs:
         forwards.update(one.forwards)
-        matched.update({report.names: report for report in one.record.matched})
-        refused.update({str(r): r for r in one.record.refused})
-    for r in find_few_token_refusals([*refused.values()], [*matched.values()]):
-        del refused[str(r)]
-        for names, report in matched.items():
+        report_by_names.update({report.names: report for report in one.record.matched})
+        refusal_by_text.update({str(r): r for r in one.record.refused})
+    for r in find_few_token_refusals([*refusal_by_text.values()], [*report_by_names.values()]):
+        del refusal_by_text[str(r)]
+        for names, report in report_by_names.items():
             if r.name in names and _FEW_TOKENS_NOTE not in report.notes:
-                matched[names] = dataclasses.replace(report, notes=(*report.notes, _FEW_TOKENS_NOTE))
+                report_by_names[names] = dataclasses.replace(report, notes=(*report.notes, _FEW_TOKENS_NOTE))
     seconds = sum(one.record.seconds for one in graphs)
-    return Record(tuple(matched.values()), tuple(refused.values()), seconds), forwards
+    return Record(tuple(report_by_names.values()), tuple(refusal_by_text.values()), seconds), forwards
 
 
-def find_few_token_refusals(refused: Sequence[Refusal], matched: Iterable[BlockReport]) -> list[Refusal]:
+def find_few_token_refusals(refusals: Sequence[Refusal], blocks: Iterable[BlockReport]) -> list[Refusal]:
     """Select refusals for a single token, or none, of regions that also occur with more tokens."""
-    few = [r for r in refused if r.cause is Cause.FEW_TOKENS]
-    names = {name for report in matched for name in report.names} | {r.name for r in refused if r not in few}
-    return [r for r in few if r.name in names]
+    few_token = [r for r in refusals if r.cause is Cause.FEW_TOKENS]
+    names = {name for report in blocks for name in report.names} | {r.name for r in refusals if r not in few_token}
+    return [r for r in few_token if r.name in names]
 
 
 def explain_missing(target: nn.Module | Callable[..., Any], skipped: Sequence[SkippedFunction]) -> Refusal:
@@ -130,11 +130,11 @@ def explain_missing(target: nn.Module | Callable[..., Any], skipped: Sequence[Sk
     codes = [m.forward for m in target.modules()] if isinstance(target, nn.Module) else [target]
     codes = [code for code in codes if hasattr(inspect.unwrap(code), "__code__")] if skipped else []
     lines = set[tuple[str, int]]().union(*map(function_lines, codes))
-    plain = find_graphs(target, GRAPHS_WITHOUT_MOE)
+    plain_graphs = find_graphs(target, GRAPHS_WITHOUT_MOE)
     if own_skipped := [one for one in skipped if (one.file, one.line) in lines]:
         reason, remedy = f"{own_skipped[0]}", f"if these are experts: {COMPILE_FIRST}"
-    elif plain:
-        graphs = f"{len(plain)} graphs" if len(plain) > 1 else "one graph"
+    elif plain_graphs:
+        graphs = f"{len(plain_graphs)} graphs" if len(plain_graphs) > 1 else "one graph"
         reason, remedy = f"Dynamo made {graphs} of it, and none selects experts", _EXPLAIN_ADVICE
     elif COMPILED_GRAPHS or GRAPHS_WITHOUT_MOE:
         reason = (

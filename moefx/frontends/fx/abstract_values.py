@@ -130,10 +130,12 @@ def _check_fixed_sizes(gm: fx.GraphModule, examples: dict[fx.Node, Any], shapes:
             if expr.is_Integer:
                 axes_by_size[int(expr)].append((n, i))
     for number, axes in axes_by_size.items():
-        for chosen in [axes, *([axis] for axis in axes if len(axes) > 1)]:
-            changed = {n: [s + 1 if (n, i) in chosen else s for i, s in enumerate(shape)] for n, shape in other.items()}
-            if _runs_at(gm, examples, changed):
-                n, i = chosen[0]
+        for changed_axes in [axes, *([axis] for axis in axes if len(axes) > 1)]:
+            changed_shapes = {
+                n: [s + 1 if (n, i) in changed_axes else s for i, s in enumerate(shape)] for n, shape in other.items()
+            }
+            if _runs_at(gm, examples, changed_shapes):
+                n, i = changed_axes[0]
                 raise Refused(
                     f"the graph reads sizes, and fixes axis {i} of {n.name} to {number}, although it runs with another "
                     "size",

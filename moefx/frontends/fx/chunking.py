@@ -49,8 +49,8 @@ def _is_range(n: fx.Node, rows: torch.Tensor, part: torch.Tensor | None) -> bool
     first = index[0] if isinstance(index, tuple) and index else index
     if part is None or part.dim() != rows.dim() or not all(map(is_hinted, part.shape)):
         return False
-    (length, *width), (whole, *of) = ([get_size_hint(s) for s in t.shape] for t in (part, rows))
-    return width == of and length != whole and (isinstance(first, slice) or get_op_name(n) == "slice")
+    (length, *width), (num_rows, *row_shape) = ([get_size_hint(s) for s in t.shape] for t in (part, rows))
+    return width == row_shape and length != num_rows and (isinstance(first, slice) or get_op_name(n) == "slice")
 
 
 def _refuse_chunks(analysis: GraphAnalysis, n: fx.Node, count: int) -> Refused:

@@ -16,10 +16,10 @@ _MAX_VALUES = 3
 _values_by_frame: dict[Any, tuple[int, dict[str, set[float]]]] = {}
 
 
-def can_be_constant(name: str, now: float) -> bool:
+def can_be_constant(name: str, value: float) -> bool:
     """Return whether a float has had few values as a constant in the graphs of this frame."""
     values = _read_current_values().get(name, set())
-    return now in values or len(values) < _MAX_VALUES
+    return value in values or len(values) < _MAX_VALUES
 
 
 def record_constant(name: str, number: torch.SymFloat) -> None:

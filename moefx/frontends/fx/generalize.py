@@ -91,7 +91,7 @@ class GeneralizedRegion:
                     [get_size_hint(s) for s in t.shape], t.dtype, [get_size_hint(s) for s in t.stride()]
                 )
         levels: list[Iterator[None]] = []
-        tried, furthest = 0, 0
+        num_trials, deepest = 0, 0
         while len(levels) < len(steps) or not self._has_all_tokens():
             if len(levels) < len(steps):
                 levels.append(self._try_node(steps[len(levels)]))
@@ -100,11 +100,11 @@ class GeneralizedRegion:
                     next(levels[-1])
                     break
                 except StopIteration:
-                    furthest = max(furthest, len(levels) - 1)
+                    deepest = max(deepest, len(levels) - 1)
                     levels.pop()
-            tried += 1
-            if not levels or tried > _MAX_TRIALS + len(steps):
-                raise self._refuse_unclear(steps[min(furthest, len(steps) - 1)])
+            num_trials += 1
+            if not levels or num_trials > _MAX_TRIALS + len(steps):
+                raise self._refuse_unclear(steps[min(deepest, len(steps) - 1)])
 
     def _check_choices(self) -> None:
         """Check that some selection is among a fixed number of candidates; this avoids a needless capture.
@@ -112,28 +112,28 @@ class GeneralizedRegion:
         Raises:
             Refused: all selections are among tokens.
         """
-        chosen, compared = find_selections(self.bounds.inside, self.analysis)
-        for n in chosen:
+        selections, compared = find_selections(self.bounds.inside, self.analysis)
+        for n in selections:
             scores, axis = next(filter(self.analysis.is_float, n.all_input_nodes)), find_selected_axis(n)
             if axis is None or self.probed[scores].shape[axis] == get_size_hint(
                 self.analysis.value[scores].shape[axis]
             ):
                 return
-        if chosen and not compared:
+        if selections and not compared:
             raise Refused(
-                f"{get_op_name(chosen[0])} chooses among tokens, not among experts",
-                culprits=(get_op_name(chosen[0]),),
-                source=self.analysis.find_source_line(chosen[0]),
+                f"{get_op_name(selections[0])} chooses among tokens, not among experts",
+                culprits=(get_op_name(selections[0]),),
+                source=self.analysis.find_source_line(selections[0]),
                 remedy="let tokens choose their experts (token choice), not experts their tokens",
             )
 
     def _refuse_unclear(self, n: fx.Node) -> Refused:
         """Build the refusal at the node beyond which no meanings were found."""
-        where = self.analysis.find_source_line(n)
+        line = self.analysis.find_source_line(n)
         if roots := [root for a in n.all_input_nodes if self.analysis.is_number(a) for root in self._find_unknown(a)]:
             names = [self.analysis.find_source_name(root) or root.name for root in roots]
-            between = "a result of Python code between two graphs"
-            names = ", ".join(dict.fromkeys(between if "___stack" in name else name for name in names))
+            description = "a result of Python code between two graphs"
+            names = ", ".join(dict.fromkeys(description if "___stack" in name else name for name in names))
             remedy = "let it be a constant of the graph (under torch.compile: dynamic=False)"
             if not self.analysis.number_inputs.isdisjoint(roots):
                 remedy = "make it a constant when the graph is made, or a tensor"
@@ -143,11 +143,11 @@ class GeneralizedRegion:
                 f"a number does not follow from the sizes [{', '.join(self.dims.names)}] of the region's rows by "
                 f"known ops: it depends on {names}",
                 culprits=(get_op_name(n),),
-                source=where,
+                source=line,
                 remedy=remedy,
             )
         reason = "the sizes in the graph do not show which of them are token dims"
-        return Refused(reason, culprits=(get_op_name(n),), source=where, remedy=self._suggest_sizes())
+        return Refused(reason, culprits=(get_op_name(n),), source=line, remedy=self._suggest_sizes())
 
     def _find_unknown(self, number: fx.Node) -> list[fx.Node]:
         """Return the operands of a number that do not follow from the token dims."""
@@ -157,25 +157,27 @@ class GeneralizedRegion:
 
     def _suggest_sizes(self) -> str:
         """Suggest how to call or compile so that sizes identify the token dims."""
-        others = {
+        other_sizes = {
             get_size_hint(n)
             for w in self.analysis.weights
             if w in self.number_of
             for n in self.analysis.weights[w].shape
         }
-        others |= {
+        other_sizes |= {
             n
             for s in self.bounds.inside
             if get_op_name(s) in SELECTION_OPS
             for n in self._collect_numbers((s.args, s.kwargs))
         }
         sizes = list(self.dims.sizes.items())
-        alike = [f"{name} = {n}" for i, (name, n) in enumerate(sizes) if n in others or n in dict(sizes[:i]).values()]
-        way = "dynamic=False" if self.dims.expressions else "dynamic=True, or mark_dynamic the token dims"
-        if not alike:
-            return f"compile with {way}"
-        rows = f"of rows [{', '.join(self.dims.names)}, ...], {', '.join(alike)} is also the length of another axis"
-        return f"{rows}: make the first call with other sizes, or compile with {way}"
+        ambiguous = [
+            f"{name} = {n}" for i, (name, n) in enumerate(sizes) if n in other_sizes or n in dict(sizes[:i]).values()
+        ]
+        option = "dynamic=False" if self.dims.expressions else "dynamic=True, or mark_dynamic the token dims"
+        if not ambiguous:
+            return f"compile with {option}"
+        rows = f"of rows [{', '.join(self.dims.names)}, ...], {', '.join(ambiguous)} is also the length of another axis"
+        return f"{rows}: make the first call with other sizes, or compile with {option}"
 
     def _has_all_tokens(self) -> bool:
         """Return whether the exit has a row per token at the probe sizes, as it does in the graph."""
@@ -221,8 +223,8 @@ class GeneralizedRegion:
                     leaves.append(self._list_meanings(a, first=is_shape and is_token))
 
         map_aggregate((n.args, n.kwargs), candidates)
-        for chosen in itertools.product(*leaves):
-            rest = iter(chosen)
+        for combination in itertools.product(*leaves):
+            rest = iter(combination)
 
             def leaf(a: Any, rest: Iterator[Any] = rest) -> Any:
                 if isinstance(a, fx.Node):
@@ -272,9 +274,9 @@ class GeneralizedRegion:
         if not isinstance(t, torch.Tensor):
             return
         sizes = [simplify_size(s) for s in t.shape]
-        known = [get_size_hint(s) for s in sizes]
+        known_sizes = [get_size_hint(s) for s in sizes]
         axes = [
-            self._list_meanings(s, first=type(s) is int and self.dims.is_token_position(known, at))
+            self._list_meanings(s, first=type(s) is int and self.dims.is_token_position(known_sizes, at))
             for at, s in enumerate(sizes)
         ]
         for shape in itertools.product(*axes):

@@ -130,14 +130,14 @@ class GraphAnalysis:
             return propagate_values(self.gm, example_inputs)
         value: dict[fx.Node, Any] = {}
         for n in self.nodes:
-            traced = get_traced_value(n)
+            traced_value = get_traced_value(n)
             if n.op == "output":
                 continue
-            if traced is None and n.op == "placeholder":
-                traced = self.examples.get(n)
-            elif traced is None and n.op == "get_attr":
-                traced = find_attribute(self.gm, str(n.target))
-            value[n] = traced
+            if traced_value is None and n.op == "placeholder":
+                traced_value = self.examples.get(n)
+            elif traced_value is None and n.op == "get_attr":
+                traced_value = find_attribute(self.gm, str(n.target))
+            value[n] = traced_value
         for n in self.nodes:
             if n.op == "call_function" and n.target is operator.setitem:
                 value[n] = value[n.args[0]]  # type: ignore[index]
@@ -191,8 +191,10 @@ class GraphAnalysis:
             is_known &= [d for d in self.deps[n] if not self.is_number(d)] == tensors and n not in self.written_tensors
             integers = self.find_example_integers(tensors[0]) if is_known else None
             if integers is not None:
-                of = {d: integers if d is tensors[0] else get_size_hint(self.value[d]) for d in n.all_input_nodes}
-                args, kwargs = map_arg((n.args, n.kwargs), of.__getitem__)
+                integer_by_node = {
+                    d: integers if d is tensors[0] else get_size_hint(self.value[d]) for d in n.all_input_nodes
+                }
+                args, kwargs = map_arg((n.args, n.kwargs), integer_by_node.__getitem__)
                 integers = call_target(n.target, n.op == "call_method", args, kwargs)
         if type(integers) is not torch.Tensor or integers.is_meta or integers.is_floating_point():
             return None
@@ -206,15 +208,15 @@ class GraphAnalysis:
             return None
         values: dict[fx.Node, Any] = {}
 
-        def value(of: fx.Node) -> Any:
-            if of in self.weights:
-                return self.weights[of]
-            if self.effects[of] != NodeEffects():
-                raise ValueError(of)
-            if of not in values:
-                args, kwargs = map_arg((of.args, of.kwargs), value)
-                values[of] = call_target(of.target, of.op == "call_method", args, kwargs)
-            return values[of]
+        def value(node: fx.Node) -> Any:
+            if node in self.weights:
+                return self.weights[node]
+            if self.effects[node] != NodeEffects():
+                raise ValueError(node)
+            if node not in values:
+                args, kwargs = map_arg((node.args, node.kwargs), value)
+                values[node] = call_target(node.target, node.op == "call_method", args, kwargs)
+            return values[node]
 
         try:
             with torch.no_grad():
@@ -247,23 +249,23 @@ class GraphAnalysis:
         readers: dict[int, list[fx.Node]] = defaultdict(list)
         for n in self.nodes:
             inputs = [a for a in n.all_input_nodes if a in self.position]
-            deps, after = dict.fromkeys(inputs), {}
-            touched = {s for a in inputs for s in self.find_storages(a)}
+            deps, earlier_readers = dict.fromkeys(inputs), {}
+            storages = {s for a in inputs for s in self.find_storages(a)}
             targets = tuple(t for t in self.effects[n].writes if t in self.position)
-            written = {s for t in targets for s in self.find_storages(t)}
-            for s in sorted(touched):
+            written_storages = {s for t in targets for s in self.find_storages(t)}
+            for s in sorted(storages):
                 if s in last:
                     deps[last[s]] = None
-                if s in written:
-                    after.update(dict.fromkeys(readers[s]))
-            for s in touched:
+                if s in written_storages:
+                    earlier_readers.update(dict.fromkeys(readers[s]))
+            for s in storages:
                 readers[s].append(n)
-            for s in written:
+            for s in written_storages:
                 last[s], readers[s] = n, []
                 self.writers[s].append(n)
-            if written:
+            if written_storages:
                 self.written_tensors[n] = targets
-            self.deps[n], self.order_deps[n] = list(deps), list(after)
+            self.deps[n], self.order_deps[n] = list(deps), list(earlier_readers)
 
     def find_storages(self, n: fx.Node | None) -> list[int]:
         """Return the storages of a node's tensors; aliases have one representative."""
@@ -278,9 +280,9 @@ class GraphAnalysis:
         first: dict[int, int] = {}  # by real storage
         aliases = StorageAliases()
         for n in self.nodes:
-            held = find_attribute(self.gm, str(n.target)) if n.op == "get_attr" else self.examples.get(n)
-            if self.tensor(n) is not None and isinstance(held, torch.Tensor):
-                (storage,), (real,) = list_storage_ids(self.value[n]), list_storage_ids(held)
+            example = find_attribute(self.gm, str(n.target)) if n.op == "get_attr" else self.examples.get(n)
+            if self.tensor(n) is not None and isinstance(example, torch.Tensor):
+                (storage,), (real,) = list_storage_ids(self.value[n]), list_storage_ids(example)
                 aliases.join(first.setdefault(real, storage), storage)
         aliases.join_views(self.nodes, self.value)
         return aliases
@@ -295,8 +297,8 @@ class GraphAnalysis:
         weights: dict[fx.Node, torch.Tensor] = {}
         for n in self.nodes:
             if n.op == "get_attr" and isinstance(t := self.value[n], torch.Tensor):
-                held = find_attribute(self.gm, str(n.target))
-                weights[n] = held if isinstance(held, torch.Tensor) else t
+                attribute = find_attribute(self.gm, str(n.target))
+                weights[n] = attribute if isinstance(attribute, torch.Tensor) else t
             elif n.op == "placeholder":
                 t = self.examples.get(n, self.value.get(n))
                 is_parameter = isinstance(t, nn.Parameter) or isinstance(self.value.get(n), nn.Parameter)

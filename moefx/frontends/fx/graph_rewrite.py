@@ -116,8 +116,8 @@ def _iterate_called_bodies(analysis: GraphAnalysis) -> Iterator[tuple[str, list[
 def _find_body_input(analysis: GraphAnalysis, a: fx.Node) -> Any:
     """Return the value of a body's input. A node computed from weights alone, such as `weight.T` outside the body, is a
     weight."""
-    if (known := analysis.find_example_integers(a)) is not None:
-        return known
+    if (integers := analysis.find_example_integers(a)) is not None:
+        return integers
     if (weight := analysis.evaluate_from_weights(a)) is not None:
         return nn.Parameter(weight, False)
     return analysis.weights.get(a, analysis.examples.get(a, analysis.value.get(a)))
@@ -138,10 +138,10 @@ def find_regions(
     start = time.perf_counter()
     analysis = GraphAnalysis(gm, example_inputs, origins)
     search = RegionSearch(analysis)
-    matched: list[tuple[ExtractedRegion, CachedProof]] = []
-    refused: dict[fx.Node, Refusal] = {}  # by selection
+    proven_regions: list[tuple[ExtractedRegion, CachedProof]] = []
+    refusals: dict[fx.Node, Refusal] = {}  # by selection
     owner: dict[fx.Node, ExtractedRegion] = {}
-    tried: set[tuple[fx.Node, fx.Node]] = set()
+    tried_bounds: set[tuple[fx.Node, fx.Node]] = set()
     open_lines: dict[str, None] = {}
     for selection in search.find_selections():
         if selection in owner:
@@ -149,20 +149,20 @@ def find_regions(
         try:
             candidates = _list_candidate_bounds(search, selection)
         except Exception as error:  # the surrounding graph must not fail for it
-            refused[selection] = build_refusal(error, get_op_name(selection), analysis.find_source_line(selection))
+            refusals[selection] = build_refusal(error, get_op_name(selection), analysis.find_source_line(selection))
             continue
         if not candidates and search.returns_selection(selection):
             open_lines[analysis.find_source_line(selection)] = None
-        proven, refusal = _prove_candidates(analysis, candidates, plan, names, owner, tried)
-        if proven is not None:
-            matched.append(proven)
+        proven_region, refusal = _prove_candidates(analysis, candidates, plan, names, owner, tried_bounds)
+        if proven_region is not None:
+            proven_regions.append(proven_region)
         elif refusal is not None and refusal.cause is not Cause.NOT_ROUTED:  # otherwise it is sampling or a maximum
             is_choice = get_op_name(selection) in SELECTION_OPS
-            refused[selection] = refusal if is_choice else _mention_inputs(refusal, candidates, analysis)
+            refusals[selection] = refusal if is_choice else _mention_inputs(refusal, candidates, analysis)
     # Drop refusals of selections inside a later region, such as the groups that a router selects first.
-    remaining = {(r.name, r.source): r for selection, r in reversed(refused.items()) if selection not in owner}
+    remaining = {(r.name, r.source): r for selection, r in reversed(refusals.items()) if selection not in owner}
     return GraphRegions(
-        analysis, matched, list(remaining.values())[::-1], list(open_lines), time.perf_counter() - start
+        analysis, proven_regions, list(remaining.values())[::-1], list(open_lines), time.perf_counter() - start
     )
 
 
@@ -172,22 +172,22 @@ def _prove_candidates(
     plan: Plan,
     names: set[str],
     owner: dict[fx.Node, ExtractedRegion],
-    tried: set[tuple[fx.Node, fx.Node]],
+    tried_bounds: set[tuple[fx.Node, fx.Node]],
 ) -> tuple[tuple[ExtractedRegion, CachedProof] | None, Refusal | None]:
     """Prove the first of several bounds that matches, and add it to `names` and `owner`.
 
     Args:
         owner: the region of each node that a matched region has taken.
-        tried: entries and exits that were tried before.
+        tried_bounds: entries and exits that were tried before.
 
     Returns:
         The region with its proof, or the refusal of the first bounds. Neither if the region is rewritten already.
     """
     refusal: Refusal | None = None
     for bounds in candidates:
-        if (bounds.entry, bounds.exit) in tried:
+        if (bounds.entry, bounds.exit) in tried_bounds:
             continue
-        tried.add((bounds.entry, bounds.exit))
+        tried_bounds.add((bounds.entry, bounds.exit))
         if any(n in owner for n in bounds.inside if n in analysis.active):
             continue
         if any("moefx" in str(n.target) for n in bounds.inside):
@@ -202,9 +202,11 @@ def _prove_candidates(
             raise  # it says nothing about the region, and each further one would wait as long
         except Exception as error:
             if refusal is None:
-                outside = proof_cache.explain_outside_use(analysis, region, plan) if region is not None else None
-                why = outside or explain_chunks(analysis, bounds) or error
-                refusal = build_refusal(why, name_region(analysis, bounds), analysis.find_source_line(bounds.selection))
+                outside_use = proof_cache.explain_outside_use(analysis, region, plan) if region is not None else None
+                reason = outside_use or explain_chunks(analysis, bounds) or error
+                refusal = build_refusal(
+                    reason, name_region(analysis, bounds), analysis.find_source_line(bounds.selection)
+                )
             continue
         owner.update(removable)
         names.add(region.name)
@@ -212,19 +214,19 @@ def _prove_candidates(
     return None, refusal
 
 
-def build_refusal(error: Exception, name: str, where: str) -> Refusal:
+def build_refusal(error: Exception, name: str, line: str) -> Refusal:
     """Turn an exception into the refusal of a region."""
-    why = error if isinstance(error, Refused) else refuse_own_bug(error, where)
-    return Refusal(name, why.reason, why.source or where, why.culprits, why.remedy, trace=why.trace, cause=why.cause)
+    why = error if isinstance(error, Refused) else refuse_own_bug(error, line)
+    return Refusal(name, why.reason, why.source or line, why.culprits, why.remedy, trace=why.trace, cause=why.cause)
 
 
 def _rename_uniquely(region: ExtractedRegion, names: set[str]) -> ExtractedRegion:
     """Give a region an unused name: a module that is called twice, or a line in a loop, makes a region each time."""
     name = region.name
-    for turn in itertools.count(2):
+    for number in itertools.count(2):
         if name not in names:
             return dataclasses.replace(region, name=name)
-        name = f"{region.name}_{turn}"
+        name = f"{region.name}_{number}"
     raise AssertionError
 
 

@@ -58,40 +58,40 @@ class StorageAliases:
         has_lost_views = False
         for n in nodes:
             for base, may_copy in _find_viewed_arguments(n, value):
-                for own_storage, theirs in _list_pairs(
+                for own_storage, viewed_storage in _list_pairs(
                     n, list_storage_ids(value.get(n)), list_storage_ids(value.get(base))
                 ):
                     if may_copy:
-                        copies.append((theirs, own_storage))
+                        copies.append((viewed_storage, own_storage))
                     else:
-                        has_lost_views |= own_storage != theirs
-                        self.join(theirs, own_storage)
+                        has_lost_views |= own_storage != viewed_storage
+                        self.join(viewed_storage, own_storage)
         for pair in copies if has_lost_views else ():
             self.join(*pair)
 
 
 def _find_viewed_arguments(n: fx.Node, value: Mapping[fx.Node, Any]) -> Iterator[tuple[fx.Node, bool]]:
     """Return the arguments whose memory a node's result shares, and whether the result may be a copy instead."""
-    of = n.args[0] if n.target is operator.getitem else None
-    if isinstance(of, fx.Node) and isinstance(value.get(of), (tuple, list)):
-        yield of, False
+    source = n.args[0] if n.target is operator.getitem else None
+    if isinstance(source, fx.Node) and isinstance(value.get(source), (tuple, list)):
+        yield source, False
     if not isinstance(n.target, torch._ops.OpOverload):
         return
     schema = n.target._schema
-    returned = {s for r in schema.returns if r.alias_info is not None for s in r.alias_info.before_set}
+    returned_sets = {s for r in schema.returns if r.alias_info is not None for s in r.alias_info.before_set}
     for a in schema.arguments:
         argument, alias = get_argument(n, a.name), a.alias_info
         # for lists, such as the result of `unbind`, only the argument declares it
         if (
             alias is not None
-            and (alias.before_set & returned or "*" in alias.after_set)
+            and (alias.before_set & returned_sets or "*" in alias.after_set)
             and isinstance(argument, fx.Node)
         ):
             yield argument, n.target.overloadpacket.__name__ in _MAY_COPY
 
 
-def _list_pairs(n: fx.Node, own_storages: list[int], theirs: list[int]) -> Iterator[tuple[int, int]]:
+def _list_pairs(n: fx.Node, own_storages: list[int], viewed: list[int]) -> Iterator[tuple[int, int]]:
     """Pair the storages of a result with those of its base; an item of a list is paired with its own element."""
-    if n.target is operator.getitem and len(theirs) > 1 and isinstance(i := n.args[1], int) and len(own_storages) == 1:
-        theirs = theirs[i : i + 1 or None]
-    yield from ((m, t) for m in own_storages for t in theirs)
+    if n.target is operator.getitem and len(viewed) > 1 and isinstance(i := n.args[1], int) and len(own_storages) == 1:
+        viewed = viewed[i : i + 1 or None]
+    yield from ((m, t) for m in own_storages for t in viewed)

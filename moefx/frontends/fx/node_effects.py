@@ -77,8 +77,8 @@ def is_plain_module(module: nn.Module) -> bool:
 def changes_state(n: fx.Node, value: Any) -> bool:
     """Return whether a function has neither tensors nor numbers as arguments and result, so it is called for global
     state."""
-    plain = (torch.Tensor, int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool, tuple, list)
-    return n.op == "call_function" and not isinstance(value, plain) and not n.all_input_nodes
+    plain_types = (torch.Tensor, int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool, tuple, list)
+    return n.op == "call_function" and not isinstance(value, plain_types) and not n.all_input_nodes
 
 
 def reads_autograd_graph(n: fx.Node) -> bool:
@@ -94,10 +94,10 @@ def _find_module_effects(module: nn.Module) -> NodeEffects:
         return NodeEffects((), effect.draws, effect.unknown or bool(effect.writes))
     if not all(is_plain_module(m) for m in module.modules()):
         return NodeEffects(unknown=True)
-    keeps = any((m.training and m._buffers) or getattr(m, "max_norm", None) for m in module.modules())
+    has_state = any((m.training and m._buffers) or getattr(m, "max_norm", None) for m in module.modules())
     drops = any(isinstance(m, (nn.modules.dropout._DropoutNd, nn.RReLU)) or getattr(m, "dropout", 0)
                 for m in module.modules() if m.training)  # fmt: skip
-    return NodeEffects(draws=bool(drops), unknown=bool(keeps))
+    return NodeEffects(draws=bool(drops), unknown=bool(has_state))
 
 
 def _find_body_effects(gm: nn.Module, n: fx.Node) -> NodeEffects:
@@ -128,12 +128,12 @@ def _find_graph_effects(gm: fx.GraphModule) -> NodeEffects:
     aliases.join_views(gm.graph.nodes, value)
     memory = {n: set(aliases.find_joined_storages(v)) for n, v in value.items()}
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    writes, unknown = [], any(e.unknown for e in effects.values())
+    writes, is_unknown = [], any(e.unknown for e in effects.values())
     for target in (t for e in effects.values() for t in e.writes):
-        written = memory[target]
-        writes += [n for n in inputs if written & memory[n]]
-        unknown |= not written or any(written & memory[n] for n in gm.graph.nodes if n.op == "get_attr")
-    return NodeEffects(tuple(dict.fromkeys(writes)), any(e.draws for e in effects.values()), unknown)
+        storages = memory[target]
+        writes += [n for n in inputs if storages & memory[n]]
+        is_unknown |= not storages or any(storages & memory[n] for n in gm.graph.nodes if n.op == "get_attr")
+    return NodeEffects(tuple(dict.fromkeys(writes)), any(e.draws for e in effects.values()), is_unknown)
 
 
 # ---------------------------------------------------------------------- functions
@@ -184,8 +184,8 @@ def _find_written_arguments(n: fx.Node, arguments: dict[str, Any]) -> Iterator[f
         for schema in _find_schemas(n):
             for i, a in enumerate(schema.arguments):
                 if a.alias_info is not None and a.alias_info.is_write:
-                    passed = n.args[i] if i < len(n.args) and not a.kwarg_only else None
-                    yield from _list_nodes(n.kwargs.get(a.name, passed))
+                    positional = n.args[i] if i < len(n.args) and not a.kwarg_only else None
+                    yield from _list_nodes(n.kwargs.get(a.name, positional))
     flags = [arguments[flag] for flag in ("training", "train", "use_input_stats") if flag in arguments]
     if "functional" not in name and flags[:1] != [False]:
         yield from (*_list_nodes(arguments.get("running_mean")), *_list_nodes(arguments.get("running_var")))
@@ -208,10 +208,10 @@ def _draws_random_numbers(n: fx.Node, arguments: dict[str, Any]) -> bool:
     name = get_op_name(n)
     if not (name in _RANDOM_FUNCTIONS or "dropout" in name or _is_seeded(name)):
         return False
-    off = [arguments[flag] is False for flag in ("training", "train") if flag in arguments]
+    is_off = [arguments[flag] is False for flag in ("training", "train") if flag in arguments]
     rates = ("p", "dropout_p") if "dropout" in name else ("dropout_p",)
-    off += [arguments[p] == 0 for p in rates if isinstance(arguments.get(p), (int, float))]
-    return not any(off)
+    is_off += [arguments[p] == 0 for p in rates if isinstance(arguments.get(p), (int, float))]
+    return not any(is_off)
 
 
 @functools.cache

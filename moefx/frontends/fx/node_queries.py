@@ -85,8 +85,8 @@ def find_functorch_nesting(n: fx.Node) -> tuple[str, int] | None:
     name = get_op_name(n).strip("_")
     if name in ("enter_inference_mode", "exit_inference_mode"):
         return "torch.inference_mode", 1 if name.startswith("enter") else -1
-    for step, word in ((1, "increment"), (-1, "decrement")):
-        kind, separator, _ = name.partition(f"_{word}_nesting")
+    for step, direction in ((1, "increment"), (-1, "decrement")):
+        kind, separator, _ = name.partition(f"_{direction}_nesting")
         if separator:
             return {"vmap": "torch.vmap", "grad": "torch.func.grad or vjp"}.get(kind, f"torch.func.{kind}"), step
     return None
@@ -101,10 +101,10 @@ def find_user_sources(n: fx.Node, position: int) -> tuple[Source, ...]:
         if len(parts) < 3 or not parts[0].startswith("File") or not is_user_file(parts[1]):
             continue
         number = parts[2].partition("line ")[2].partition(",")[0]
-        rest = []
+        outer_frames = []
         for below in lines[i + 1 :]:
             if below.strip().startswith('File "'):
                 break
-            rest.append(below)
-        sources.append(Source(parts[1], int(number) if number.isdigit() else 0, hash("\n".join(rest))))
+            outer_frames.append(below)
+        sources.append(Source(parts[1], int(number) if number.isdigit() else 0, hash("\n".join(outer_frames))))
     return tuple(reversed(sources)) or (Source("graph", position, 0),)

@@ -122,9 +122,10 @@ def _add_symbolic_values(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> f
         n.meta["val"], n.meta[_ADDED_VALUE] = value, True
         return n
 
-    def shape(of: fx.Node) -> tuple[Any, ...]:
+    def shape(node: fx.Node) -> tuple[Any, ...]:
         return tuple(
-            add_value(graph.call_function(_SIZE, (new_nodes[of], i)), size) for i, size in enumerate(values[of].shape)
+            add_value(graph.call_function(_SIZE, (new_nodes[node], i)), size)
+            for i, size in enumerate(values[node].shape)
         )
 
     for n in gm.graph.nodes:
@@ -157,8 +158,8 @@ def _accepts_size_tuple(user: fx.Node) -> bool:
     """Return whether a tuple of numbers can replace a shape among a node's arguments."""
     if user.target is operator.getitem:
         return len(user.all_input_nodes) == 1  # the index is a number
-    of = user.args[0] if user.op == "call_method" else None  # a method of the shape, such as `numel`
-    return not isinstance(of, fx.Node) or of.target not in (getattr, "size", operator.getitem, operator.add)
+    owner = user.args[0] if user.op == "call_method" else None  # a method of the shape, such as `numel`
+    return not isinstance(owner, fx.Node) or owner.target not in (getattr, "size", operator.getitem, operator.add)
 
 
 def _derive_sizes_from_inputs(gm: fx.GraphModule) -> fx.GraphModule:
@@ -184,12 +185,13 @@ def _derive_sizes_from_inputs(gm: fx.GraphModule) -> fx.GraphModule:
             return int(expr)
         if expr not in new_nodes:
             if expr.is_Symbol:
-                of, dim = inputs[expr]
-                new_nodes[expr], value = graph.call_function(_SIZE, (new_nodes[of], dim)), of.meta["val"].shape[dim]
+                base, dim = inputs[expr]
+                new_nodes[expr] = graph.call_function(_SIZE, (new_nodes[base], dim))
+                value = base.meta["val"].shape[dim]
             else:
                 fn = operator.mul if expr.is_Mul else operator.add
-                first, *rest = expr.args
-                parts = emit_size(first, template), emit_size(expr.func(*rest), template)
+                first, *operands = expr.args
+                parts = emit_size(first, template), emit_size(expr.func(*operands), template)
                 new_nodes[expr] = graph.call_function(fn, parts)
                 value = fn(*(p if isinstance(p, int) else p.meta["val"] for p in parts))
             new_nodes[expr].meta.update(template.meta, val=value)
@@ -220,8 +222,8 @@ def restore_calls(rewritten: fx.GraphModule, gm: fx.GraphModule) -> fx.GraphModu
     calls = {n.name: n for n in gm.graph.nodes}
     groups: dict[Any, list[fx.Node]] = {}
     for n in rewritten.graph.nodes:
-        if (of := n.meta.pop(_ORIGIN, None)) is not None:
-            groups.setdefault(of, []).append(n)
+        if (original := n.meta.pop(_ORIGIN, None)) is not None:
+            groups.setdefault(original, []).append(n)
     for (name, target, number), nodes in groups.items():
         members, last = set(nodes), nodes[-1]
         inputs_of_call = dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in members)
@@ -234,8 +236,10 @@ def restore_calls(rewritten: fx.GraphModule, gm: fx.GraphModule) -> fx.GraphModu
         last.replace_all_uses_with(call)
         for n in reversed(nodes):
             rewritten.graph.erase_node(n)
-    called, here = ({str(n.target) for n in g.graph.nodes if n.op == "call_module"} for g in (gm, rewritten))
-    for target in sorted(called - here):
+    called_modules, remaining_modules = (
+        {str(n.target) for n in g.graph.nodes if n.op == "call_module"} for g in (gm, rewritten)
+    )
+    for target in sorted(called_modules - remaining_modules):
         with contextlib.suppress(AttributeError):  # it may have no parameters
             rewritten.add_submodule(target, AbsorbedModule(target, rewritten.get_submodule(target)))
     rewritten.recompile()

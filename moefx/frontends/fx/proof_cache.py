@@ -116,9 +116,9 @@ def prove_region(analysis: GraphAnalysis, region: ExtractedRegion, plan: Plan) -
         except Refused as refusal:
             outcomes.append(CachedRefusal.copy_from(refusal))
             raise
-        failed = next((g for g in proof.guards if not g.holds(region.dims)), None)
-        if failed is not None:  # the key has no sizes: other sizes may hold
-            reason = f"the proof does not hold for the graph's own sizes: it requires {failed}"
+        failed_guard = next((g for g in proof.guards if not g.holds(region.dims)), None)
+        if failed_guard is not None:  # the key has no sizes: other sizes may hold
+            reason = f"the proof does not hold for the graph's own sizes: it requires {failed_guard}"
             outcomes.append(CachedRefusal.copy_from(Refused(reason), dict(region.dims)))
             raise Refused(reason)
         outcomes.append(proof)
@@ -131,19 +131,19 @@ def explain_outside_use(analysis: GraphAnalysis, region: ExtractedRegion, plan: 
     exit_ = region.bounds.exit
     if len(region.outputs) == 1 or exit_ not in region.outputs:
         return None
-    alone = dataclasses.replace(region.code, outputs=(region.code.outputs[region.outputs.index(exit_)],))
+    exit_code = dataclasses.replace(region.code, outputs=(region.code.outputs[region.outputs.index(exit_)],))
     try:
-        key = f"{alone.outputs} of {region.key[0]}", region.key[1]
-        proof = prove_region(analysis, dataclasses.replace(region, outputs=(exit_,), code=alone, key=key), plan)
+        key = f"{exit_code.outputs} of {region.key[0]}", region.key[1]
+        proof = prove_region(analysis, dataclasses.replace(region, outputs=(exit_,), code=exit_code, key=key), plan)
     except Refused:
         return None
     weights = {n for n, name in zip(region.weights, region.names, strict=True) if name in proof.experts}
-    follows = set(weights)
+    dependent = set(weights)
     for n in region.bounds.inside:
-        if follows.intersection(analysis.deps[n]):
-            follows.add(n)
+        if dependent.intersection(analysis.deps[n]):
+            dependent.add(n)
     for n in region.outputs:
-        if n is not exit_ and n in follows:
+        if n is not exit_ and n in dependent:
             user = next(u for u in analysis.users[n] if u not in region.bounds.inside)
             by, at = (get_op_name(user), user) if user.op != "output" else ("the graph's output", n)
             return Refused(
@@ -179,8 +179,8 @@ def _prove(analysis: GraphAnalysis, region: ExtractedRegion, plan: Plan) -> Cach
         try:
             result = run_in_worker(lambda: rewrite_block(block, region.name, args, {}, plan))
         except Refused as why:
-            words = CachedRefusal.copy_from(why)
-            raise dataclasses.replace(words, source=why.source or region.source).build_error() from None
+            cached_refusal = CachedRefusal.copy_from(why)
+            raise dataclasses.replace(cached_refusal, source=why.source or region.source).build_error() from None
         except (CaptureError, MoefxError) as error:
             raise Refused(f"it does not run on abstract tensors: {error}", source=region.source) from None
         except Exception as error:  # torch's error, at sizes that the graph does not support
@@ -200,11 +200,11 @@ def _prove(analysis: GraphAnalysis, region: ExtractedRegion, plan: Plan) -> Cach
         program = build_program(block, result, args, {}, dtype)
     seconds = time.perf_counter() - start
     call = SurveyedCall(region.name, args, {})
-    matched = MatchedBlock((region.name,), call, result, seconds, frozenset(), verdict)
-    report = dataclasses.replace(build_report(matched, program, block), kind="region of a graph")
+    matched_block = MatchedBlock((region.name,), call, result, seconds, frozenset(), verdict)
+    report = dataclasses.replace(build_report(matched_block, program, block), kind="region of a graph")
     tables = [slices for group in result.match.groups for slices in group.tables]
-    fixed = [SizeGuard(dim, "eq", str(n), True) for dim, n in result.match.arguments.fixed.items()]
-    guards = (*result.match.guards, *fixed)
+    fixed_sizes = [SizeGuard(dim, "eq", str(n), True) for dim, n in result.match.arguments.fixed.items()]
+    guards = (*result.match.guards, *fixed_sizes)
     return CachedProof(report, program, guards, frozenset(p.fqn for places in tables for p in places))
 
 

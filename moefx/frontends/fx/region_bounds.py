@@ -68,8 +68,8 @@ class RegionSearch:
 
     def find_selections(self) -> list[fx.Node]:
         """Return the nodes that select: selection ops first, then comparisons of floats."""
-        chosen, compared = find_selections(self.analysis.nodes, self.analysis)
-        return chosen + compared
+        selections, compared = find_selections(self.analysis.nodes, self.analysis)
+        return selections + compared
 
     def iterate_bounds(self, selection: fx.Node) -> Iterator[RegionBounds]:
         """Yield the bounds of a selection's region, the most likely first."""
@@ -131,14 +131,14 @@ class RegionSearch:
     def _iterate_exits_within(self, selection: fx.Node, window: int) -> Iterator[fx.Node]:
         """Yield possible exits among the first nodes after a selection."""
         analysis = self.analysis
-        following, self._is_cut_off = _find_nodes_after(selection, analysis, window)
-        self._after_selection = set(following)
-        multiplied = self._find_products_after(selection, following)
-        users_left = {n: sum(u in self._after_selection for u in analysis.users[n]) for n in following}
+        later_nodes, self._is_cut_off = _find_nodes_after(selection, analysis, window)
+        self._after_selection = set(later_nodes)
+        multiplied = self._find_products_after(selection, later_nodes)
+        users_left = {n: sum(u in self._after_selection for u in analysis.users[n]) for n in later_nodes}
         idle: set[fx.Node] = set()
         unfinished: set[fx.Node] = set()
         exits = 0
-        for n in following:
+        for n in later_nodes:
             for d in analysis.deps[n]:
                 if d in users_left:
                     users_left[d] -= 1
@@ -153,29 +153,29 @@ class RegionSearch:
                 if exits == 4 * _MAX_EXITS:
                     return
 
-    def _find_products_after(self, selection: fx.Node, following: list[fx.Node]) -> set[fx.Node]:
+    def _find_products_after(self, selection: fx.Node, later_nodes: list[fx.Node]) -> set[fx.Node]:
         """Return the nodes after a selection that contain a product: of a weight and selected rows, or of a weight and
         all rows, computed beside the selection.
         """
-        analysis, products, beside = self.analysis, set(), set()
+        analysis, products, other_products = self.analysis, set(), set()
         before = _find_nodes_before(selection, analysis)
-        first, last = max(0, analysis.position[selection] - _BACK), analysis.position[following[-1]]
+        first, last = max(0, analysis.position[selection] - _BACK), analysis.position[later_nodes[-1]]
         for n in analysis.nodes[first:last]:
             are_rows = self._is_rows(n) or isinstance(analysis.value.get(n), (tuple, list))
             if n not in analysis.active or n in before or n in self._after_selection or not are_rows:
                 continue
-            if _is_product(n) or any(d in beside for d in analysis.deps[n]):
-                beside.add(n)
-        weighed: set[fx.Node] = set()  # excludes products of a selection and its own scores
-        for n in following:
-            if any(d in analysis.weight_only or d in weighed for d in analysis.deps[n]):
-                weighed.add(n)
-            is_product = n in weighed and _is_product(n) and self._is_rows(n)
-            if is_product or any(d in products or d in beside for d in analysis.deps[n]):
+            if _is_product(n) or any(d in other_products for d in analysis.deps[n]):
+                other_products.add(n)
+        weighted: set[fx.Node] = set()  # excludes products of a selection and its own scores
+        for n in later_nodes:
+            if any(d in analysis.weight_only or d in weighted for d in analysis.deps[n]):
+                weighted.add(n)
+            is_product = n in weighted and _is_product(n) and self._is_rows(n)
+            if is_product or any(d in products or d in other_products for d in analysis.deps[n]):
                 products.add(n)
         return products
 
-    def _reaches_results(self, n: fx.Node, now: fx.Node, multiplied: set[fx.Node], idle: set[fx.Node]) -> bool:
+    def _reaches_results(self, n: fx.Node, start: fx.Node, multiplied: set[fx.Node], idle: set[fx.Node]) -> bool:
         """Return whether a value still reaches the experts' results, other than as a number.
 
         Args:
@@ -194,7 +194,7 @@ class RegionSearch:
                 stack += [
                     u
                     for u in analysis.users[m]
-                    if u in self._after_selection and analysis.position[u] > analysis.position[now]
+                    if u in self._after_selection and analysis.position[u] > analysis.position[start]
                 ]
         idle |= seen
         return False
@@ -206,8 +206,8 @@ class RegionSearch:
         """
         bounds = self._collect_bounds(selection, entry, exit_, set())
         writes = self._find_external_writes(bounds) if bounds is not None else set()
-        without = self._collect_bounds(selection, entry, exit_, writes) if writes else None
-        return bounds if without is None or self._reads_before(without, writes) else without
+        smaller = self._collect_bounds(selection, entry, exit_, writes) if writes else None
+        return bounds if smaller is None or self._reads_before(smaller, writes) else smaller
 
     def _find_external_writes(self, bounds: RegionBounds) -> set[fx.Node]:
         """Return the nodes inside that write to tensors from before the region."""
@@ -222,17 +222,19 @@ class RegionSearch:
         does, the writes stay in front of the region.
         """
         analysis, last = self.analysis, max(self.analysis.position[n] for n in writes)
-        written = set().union(*map(analysis.find_written_memory, writes))
-        early = (a for n in bounds.inside if analysis.position[n] < last for a in n.all_input_nodes)
-        return bool(self._find_external_writes(bounds)) or any(written & {*analysis.find_storages(a)} for a in early)
+        storages = set().union(*map(analysis.find_written_memory, writes))
+        early_inputs = (a for n in bounds.inside if analysis.position[n] < last for a in n.all_input_nodes)
+        return bool(self._find_external_writes(bounds)) or any(
+            storages & {*analysis.find_storages(a)} for a in early_inputs
+        )
 
     def _collect_bounds(
-        self, selection: fx.Node, entry: fx.Node, exit_: fx.Node, outside: set[fx.Node]
+        self, selection: fx.Node, entry: fx.Node, exit_: fx.Node, excluded: set[fx.Node]
     ) -> RegionBounds | None:
         """Collect the nodes between an entry and an exit. None if the selection is not among them.
 
         Args:
-            outside: nodes that must stay outside.
+            excluded: nodes that must stay outside.
         """
         analysis = self.analysis
         inside: set[fx.Node] = set()
@@ -246,7 +248,7 @@ class RegionSearch:
                 or n is entry
                 or n in analysis.weights
                 or analysis.is_number(n)
-                or n in outside
+                or n in excluded
             ):
                 continue
             is_outside = n in analysis.active and (n in analysis.side_inputs or not self._is_below(n, entry))
@@ -258,7 +260,7 @@ class RegionSearch:
             stack += [d for d in analysis.order_deps[n] if d in analysis.active and self._is_below(d, entry)]
         if selection not in inside:
             return None
-        inputs |= {n for n in outside if not inside.isdisjoint(n.users)}
+        inputs |= {n for n in excluded if not inside.isdisjoint(n.users)}
         parts = [u for n in inside if isinstance(analysis.value.get(n), (tuple, list)) for u in n.users]
         inside |= {u for u in parts if u.target is operator.getitem and u in analysis.position}
         order = analysis.position.__getitem__
@@ -275,14 +277,14 @@ class RegionSearch:
 
 def find_selections(nodes: Sequence[fx.Node], analysis: GraphAnalysis) -> tuple[list[fx.Node], list[fx.Node]]:
     """Find the nodes that select among floats, and those that compare floats."""
-    live = [n for n in nodes if n in analysis.active and n not in analysis.side_inputs and n.op.startswith("call")]
-    chosen = [n for n in live if get_op_name(n) in SELECTION_OPS and _uses_indices(n, analysis)]
+    calls = [n for n in nodes if n in analysis.active and n not in analysis.side_inputs and n.op.startswith("call")]
+    selections = [n for n in calls if get_op_name(n) in SELECTION_OPS and _uses_indices(n, analysis)]
     compared = [
-        n for n in live
-        if (least := _COMPARING_OPS.get(get_op_name(n)))
-        and sum(analysis.is_float(a) and a in analysis.active for a in n.all_input_nodes) >= least
+        n for n in calls
+        if (min_floats := _COMPARING_OPS.get(get_op_name(n)))
+        and sum(analysis.is_float(a) and a in analysis.active for a in n.all_input_nodes) >= min_floats
     ]  # fmt: skip
-    return chosen, compared
+    return selections, compared
 
 
 def _find_dominators(analysis: GraphAnalysis) -> dict[fx.Node, fx.Node | None]:
@@ -323,26 +325,26 @@ def _uses_indices(n: fx.Node, analysis: GraphAnalysis) -> bool:
     if isinstance(analysis.value.get(n), torch.Tensor):
         return not analysis.is_float(n)
     parts = [u for u in n.users if u.target is operator.getitem]
-    wanted = (0, 1) if get_op_name(n) in ("topk", "kthvalue", "sort") else (1,)
-    return any(u.args[1] in wanted and u.users for u in parts)
+    index_results = (0, 1) if get_op_name(n) in ("topk", "kthvalue", "sort") else (1,)
+    return any(u.args[1] in index_results and u.users for u in parts)
 
 
 def _find_nodes_after(selection: fx.Node, analysis: GraphAnalysis, most: int) -> tuple[list[fx.Node], bool]:
     """Return the nodes that depend on a node, itself included, in program order; and whether there are more than
     `most`."""
-    following, seen, heap = [], {selection}, [(analysis.position[selection], selection)]
+    later_nodes, seen, heap = [], {selection}, [(analysis.position[selection], selection)]
     while heap:
         _, n = heapq.heappop(heap)
         if n.op == "output":
             continue
-        if len(following) == most:
-            return following, True
-        following.append(n)
+        if len(later_nodes) == most:
+            return later_nodes, True
+        later_nodes.append(n)
         for u in analysis.users[n]:
             if u not in seen:
                 seen.add(u)
                 heapq.heappush(heap, (analysis.position[u], u))
-    return following, False
+    return later_nodes, False
 
 
 def _find_nodes_before(selection: fx.Node, analysis: GraphAnalysis) -> set[fx.Node]:

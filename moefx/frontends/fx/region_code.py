@@ -114,12 +114,12 @@ _COMPOSITE_FUNCTIONS: dict[Any, Callable[..., Any]] = {
 
 
 @contextlib.contextmanager
-def apply_modes(selected: Modes) -> Iterator[None]:
+def apply_modes(modes: Modes) -> Iterator[None]:
     """Enter the modes of a step."""
     with contextlib.ExitStack() as stack:
-        if selected.grad is not None:
-            stack.enter_context(torch.set_grad_enabled(selected.grad))
-        for one in selected.autocast:
+        if modes.grad is not None:
+            stack.enter_context(torch.set_grad_enabled(modes.grad))
+        for one in modes.autocast:
             stack.enter_context(torch.autocast(one.device, dtype=one.dtype, enabled=one.enabled))
         yield
 

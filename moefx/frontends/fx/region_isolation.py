@@ -26,11 +26,11 @@ def check_isolation(analysis: GraphAnalysis, bounds: RegionBounds) -> None:
         s for n in (bounds.entry, *bounds.side_inputs, *analysis.weights) for s in analysis.find_storages(n)
     }
     for n in bounds.inside:
-        where = analysis.find_source_line(n)
+        line = analysis.find_source_line(n)
         if n.op not in ("call_function", "call_method"):
-            _refuse_call(n, where)
+            _refuse_call(n, line)
         if earlier_storages & analysis.find_written_memory(n):
-            raise Refused("the region writes to a tensor that existed before it", source=where)
+            raise Refused("the region writes to a tensor that existed before it", source=line)
     for n in (*analysis.nodes[first:last], *bounds.inside):
         if n in analysis.transforms:
             raise Refused(
@@ -43,15 +43,15 @@ def check_isolation(analysis: GraphAnalysis, bounds: RegionBounds) -> None:
         if analysis.tensor(n) is None:
             raise Refused(f"the region reads {n.name}, which is not a tensor", culprits=(n.name,))
     begin = min(analysis.position[n] for n in bounds.inside)
-    beside = [n for n in analysis.nodes[begin:last] if n not in inside]
+    other_nodes = [n for n in analysis.nodes[begin:last] if n not in inside]
     if any(analysis.effects[n].draws for n in bounds.inside):
-        for n in beside:
+        for n in other_nodes:
             if analysis.effects[n].draws or analysis.effects[n].unknown:
                 raise Refused(
                     "random numbers are drawn inside the region and beside it: their order would change",
                     source=analysis.find_source_line(n),
                 )
-    for n in beside:
+    for n in other_nodes:
         if analysis.effects[n].unknown and analysis.position[n] > first:
             raise Refused(
                 f"{get_op_name(n)}, whose side effects are unknown, is called between two parts of the region",
@@ -68,7 +68,7 @@ def _check_saved_tensors(analysis: GraphAnalysis, bounds: RegionBounds, inside: 
         Refused: a saved tensor changes, or a duplicate would split gradients.
     """
     removable = find_removable(bounds, analysis)
-    read = dict.fromkeys(a for n in bounds.inside for a in n.all_input_nodes)
+    inputs = dict.fromkeys(a for n in bounds.inside for a in n.all_input_nodes)
     for n in bounds.inside:
         leaves = [
             u
@@ -81,19 +81,19 @@ def _check_saved_tensors(analysis: GraphAnalysis, bounds: RegionBounds, inside: 
                 "gradients would reach one of the two only",
                 culprits=(n.name,), source=analysis.find_source_line(n),
             )  # fmt: skip
-    storages = {s for n in read if n in analysis.weights for s in analysis.find_storages(n)}
+    storages = {s for n in inputs if n in analysis.weights for s in analysis.find_storages(n)}
     for w in analysis.unknown_effects:
         if any(s in storages for a in w.all_input_nodes for s in analysis.find_storages(a)):
             raise Refused(
                 f"{get_op_name(w)}, whose side effects are unknown, receives a weight or buffer of the region",
                 culprits=(get_op_name(w),), source=analysis.find_source_line(w),
             )  # fmt: skip
-    if analysis.modes[bounds.exit].grad is False or not any(_has_gradient(analysis, n) for n in read):
+    if analysis.modes[bounds.exit].grad is False or not any(_has_gradient(analysis, n) for n in inputs):
         return
     # Eager code saves rows only if a weight requires a gradient.
     rows = [
         n
-        for n in read
+        for n in inputs
         if n in analysis.active and analysis.position[n] < analysis.position[bounds.selection] and analysis.is_float(n)
     ]
     for n in (bounds.entry, *rows):
@@ -111,26 +111,26 @@ def _has_gradient(analysis: GraphAnalysis, n: fx.Node) -> bool:
     return isinstance(t, torch.Tensor) and t.requires_grad
 
 
-def _refuse_call(n: fx.Node, where: str) -> None:
+def _refuse_call(n: fx.Node, line: str) -> None:
     """Refuse a region that calls a module or a graph, by the user's name for it."""
     if any(get_op_name(u) == "autograd_function_apply" for u in n.users):
         # Dynamo keeps the bodies of a torch.autograd.Function; its name is in the source line only.
         named = re.findall(r"([\w.]+)\.apply\(", str(n.stack_trace or "").rpartition('File "')[2])
         name = f" {named[0]}" if len(set(named)) == 1 else ""
         raise Refused(
-            f"the region calls the torch.autograd.Function{name}, which has a backward of its own", source=where,
+            f"the region calls the torch.autograd.Function{name}, which has a backward of its own", source=line,
             remedy="use ops that torch differentiates",
         )  # fmt: skip
     if n.op == "call_module":
         raise Refused(
             f"the region calls a module, {n.target}, whose code is not in the graph", culprits=(str(n.target),),
-            source=where,
+            source=line,
             remedy="modules of torch are traced if they have no hooks and the same code in training and evaluation; a "
             "torch.fx.Tracer whose is_leaf_module returns False traces all modules",
         )  # fmt: skip
-    through = next((get_op_name(u) for u in n.users if u.op == "call_function"), "")
-    by = f", by {through}" if through else ""
-    raise Refused(f"the region calls a graph of the graph{by}", source=where)
+    caller = next((get_op_name(u) for u in n.users if u.op == "call_function"), "")
+    by = f", by {caller}" if caller else ""
+    raise Refused(f"the region calls a graph of the graph{by}", source=line)
 
 
 def is_used_outside(n: fx.Node, inside: set[fx.Node], analysis: GraphAnalysis) -> bool:
@@ -148,8 +148,8 @@ def is_used_outside(n: fx.Node, inside: set[fx.Node], analysis: GraphAnalysis) -
         return True
     first = min(analysis.position[u] for u in users)
     for s in analysis.find_storages(n):
-        later = [w for w in analysis.writers[s] if w in inside and analysis.position[w] > first]
-        if later:
+        later_writers = [w for w in analysis.writers[s] if w in inside and analysis.position[w] > first]
+        if later_writers:
             raise Refused(
                 f"{n.name} is used outside the region before the region has finished writing to it", culprits=(n.name,),
                 source=analysis.find_source_line(n),
@@ -168,11 +168,11 @@ def check_shared_memory(
     start = min(analysis.position[n] for n in inside if n in analysis.active)
     values = [set(analysis.find_storages(n)) for n in (*inputs, *outputs)]
     for storage in set().union(*values[len(inputs) :]):
-        later = [w for w in analysis.writers[storage] if w not in inside and analysis.position[w] > start]
-        if later and sum(storage in storages for storages in values) > 1:
+        later_writers = [w for w in analysis.writers[storage] if w not in inside and analysis.position[w] > start]
+        if later_writers and sum(storage in storages for storages in values) > 1:
             raise Refused(
                 "a tensor that shares memory with a result of the region is written to in place outside of it",
-                source=analysis.find_source_line(later[0]),
+                source=analysis.find_source_line(later_writers[0]),
             )
 
 
@@ -180,10 +180,10 @@ def find_removable(bounds: RegionBounds, analysis: GraphAnalysis) -> dict[fx.Nod
     """Return the nodes that only the region computes, in order. Nodes that depend on weights or on nothing may be
     computed twice, unless they are random, written to, or depend on random numbers of the region.
     """
-    written = set[int]().union(*map(analysis.find_written_memory, bounds.inside))
+    storages = set[int]().union(*map(analysis.find_written_memory, bounds.inside))
     removable: dict[fx.Node, None] = {}
     for n in bounds.inside:
-        is_own = n in analysis.active or analysis.effects[n].draws or not written.isdisjoint(analysis.find_storages(n))
+        is_own = n in analysis.active or analysis.effects[n].draws or not storages.isdisjoint(analysis.find_storages(n))
         if is_own or any(d in removable for d in analysis.deps[n]):
             removable[n] = None
     return removable

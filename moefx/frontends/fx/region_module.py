@@ -111,14 +111,14 @@ class ExtractedRegion:
         arguments, dims = [], self._find_example_dims()
         for n, shape in zip(self.inputs, self.shapes, strict=True):
             t = analysis.value[n]
-            known, sizes = (
+            known_shape, sizes = (
                 [s.at(d) if isinstance(s, SizeExpression) else int(s) for s in shape] for d in (self.dims, dims)
             )
             if t.is_floating_point():
                 arguments.append(torch.empty(sizes, dtype=t.dtype, device="meta"))
                 continue
             example = analysis.find_example_integers(n)
-            if example is not None and list(example.shape) == known:
+            if example is not None and list(example.shape) == known_shape:
                 arguments.append(_repeat_to(example.cpu(), sizes))
             elif t.dtype == torch.bool:
                 arguments.append(torch.zeros(sizes, dtype=t.dtype))
@@ -141,14 +141,14 @@ class ExtractedRegion:
         return dims
 
     def specialization(
-        self, analysis: GraphAnalysis, program: Program, passed: tuple[fx.Node, ...] = ()
+        self, analysis: GraphAnalysis, program: Program, passed_nodes: tuple[fx.Node, ...] = ()
     ) -> Specialization:
         """Return the specialization of the program in this graph.
 
         Args:
-            passed: the nodes that are passed as arguments; by default the inputs.
+            passed_nodes: the nodes that are passed as arguments; by default the inputs.
         """
-        kinds = [describe_leaf(analysis.value[n]) for n in passed or self.inputs]
+        kinds = [describe_leaf(analysis.value[n]) for n in passed_nodes or self.inputs]
         if self.units:
             kinds[0] = (*kinds[0][:3], kinds[0][3] - len(self.units))
         paths: list[Path] = [("x",), *(("args", i) for i in range(len(kinds) - 1))]
@@ -157,14 +157,14 @@ class ExtractedRegion:
     def build_call(self, analysis: GraphAnalysis, program: Program) -> RegionCall:
         """Build the module for the graph, which runs the program with the weights as arguments."""
         key = self.specialization(analysis, program, (*self.inputs, *self.weights))
-        where = dict(zip(self.names, [path for path, _ in key.arguments[len(self.inputs) :]], strict=True))
-        made = RegionCall(self.code, len(self.inputs))
+        paths = dict(zip(self.names, [path for path, _ in key.arguments[len(self.inputs) :]], strict=True))
+        region_call = RegionCall(self.code, len(self.inputs))
         history = program.history.renamed(self.name)
         installed = Program(
-            key, history, (), program.guards, {}, program.is_device_independent, where, program.is_repeatable
+            key, history, (), program.guards, {}, program.is_device_independent, paths, program.is_repeatable
         )
-        install_forward(made, [installed], name=self.name)
-        return made
+        install_forward(region_call, [installed], name=self.name)
+        return region_call
 
 
 def extract_region(analysis: GraphAnalysis, bounds: RegionBounds) -> ExtractedRegion:
@@ -177,8 +177,8 @@ def extract_region(analysis: GraphAnalysis, bounds: RegionBounds) -> ExtractedRe
     units = tuple(i for i, n in enumerate(map(simplify_size, entry.shape[:-1])) if type(n) is int and n == 1)
     check_isolation(analysis, bounds)
     inside = set(bounds.inside)
-    used = dict.fromkeys(a for n in bounds.inside for a in n.all_input_nodes)
-    weights = tuple(n for n in used if n in analysis.weights)
+    nodes_read = dict.fromkeys(a for n in bounds.inside for a in n.all_input_nodes)
+    weights = tuple(n for n in nodes_read if n in analysis.weights)
     inputs = (bounds.entry, *bounds.side_inputs)
     number_of = {n: i for i, n in enumerate((*inputs, *weights))}
     first = len(number_of)
@@ -188,16 +188,16 @@ def extract_region(analysis: GraphAnalysis, bounds: RegionBounds) -> ExtractedRe
         number_of[n] = first + bool(units) + len(number_of) - len(inputs) - len(weights)
     generalized = GeneralizedRegion(analysis, bounds, number_of)
     dims = generalized.dims
-    whole = tuple(SizeExpression(dims.names[dims.axes.index(i)]) if i in dims.axes else get_size_hint(n)
+    full_shape = tuple(SizeExpression(dims.names[dims.axes.index(i)]) if i in dims.axes else get_size_hint(n)
                   for i, n in enumerate(entry.shape))  # fmt: skip
     steps = _build_steps(generalized)
     if units:
-        steps.insert(0, Step(torch.reshape, (ValueRef(0), list(whole)), {}, (), Modes()))
-    outside = analysis.modes[bounds.exit]
+        steps.insert(0, Step(torch.reshape, (ValueRef(0), list(full_shape)), {}, (), Modes()))
+    outer_modes = analysis.modes[bounds.exit]
     outputs = tuple(n for n in find_removable(bounds, analysis) if is_used_outside(n, inside, analysis))
     check_shared_memory(analysis, inputs, outputs, inside)
     shapes = tuple(
-        tuple(s for i, s in enumerate(whole) if i not in units) if n is bounds.entry else generalized.shapes[n]
+        tuple(s for i, s in enumerate(full_shape) if i not in units) if n is bounds.entry else generalized.shapes[n]
         for n in inputs
     )
     axes = [i for i in range(dims.rank) if i not in units]
@@ -212,11 +212,11 @@ def extract_region(analysis: GraphAnalysis, bounds: RegionBounds) -> ExtractedRe
     calls = [(_format_target(s.target), s.args, s.kwargs, s.sources, s.modes, s.method) for s in steps]
     # Two functions of the user may share a name.
     functions = tuple(n.target for n in bounds.inside if not is_library_call(n))
-    key = repr((code.dims, code.outputs, forms, dtypes, calls, outside.autocast)), functions
+    key = repr((code.dims, code.outputs, forms, dtypes, calls, outer_modes.autocast)), functions
     source = analysis.find_source_line(bounds.selection)
     return ExtractedRegion(
         name_region(analysis, bounds), source, bounds, code, inputs, weights, names, outputs, units, shapes,
-        dims.sizes, key, entry.device.type, outside.autocast, tuple(dims.floats.items()),
+        dims.sizes, key, entry.device.type, outer_modes.autocast, tuple(dims.floats.items()),
     )  # fmt: skip
 
 
@@ -232,13 +232,14 @@ def _build_steps(region: GeneralizedRegion) -> list[Step]:
     return steps
 
 
-def _find_relative_modes(here: Modes, outside: Modes) -> Modes:
+def _find_relative_modes(modes: Modes, outer_modes: Modes) -> Modes:
     """Return the modes of a step that differ from those at the region's exit."""
-    grad = here.grad if here.grad != outside.grad else None
-    if here.grad is None and outside.grad is not None:
+    grad = modes.grad if modes.grad != outer_modes.grad else None
+    if modes.grad is None and outer_modes.grad is not None:
         grad = True
     return Modes(
-        grad, () if here.autocast == outside.autocast else here.autocast or _disable_autocast(outside.autocast)
+        grad,
+        () if modes.autocast == outer_modes.autocast else modes.autocast or _disable_autocast(outer_modes.autocast),
     )
 
 

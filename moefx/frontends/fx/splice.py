@@ -100,10 +100,10 @@ def order_units(analysis: GraphAnalysis, unit_of: dict[fx.Node, ExtractedRegion]
         for d in (*region.inputs, *region.weights):
             if d not in inside:
                 put(id(find_unit(d)), unit_id)
-        for before, after in _pair_outside_writes(analysis, region, inside):
+        for before, later_writers in _pair_outside_writes(analysis, region, inside):
             for w in before:
                 put(id(find_unit(w)), unit_id)
-            for w in after:
+            for w in later_writers:
                 put(unit_id, id(find_unit(w)))
     for earlier, later in itertools.chain(
         _pair_around_switches(analysis, unit_of), _pair_random_ops(analysis, unit_of)
@@ -133,7 +133,7 @@ def _pair_around_switches(
     """
     last = {id(r): n for n, r in unit_of.items()}  # in program order
     switch: fx.Node | None = None
-    since: list[_Unit] = []
+    units_since: list[_Unit] = []
     for n in analysis.nodes:
         unit = unit_of.get(n, n)
         if n in unit_of and last[id(unit)] is not n:
@@ -141,10 +141,10 @@ def _pair_around_switches(
         if switch is not None:
             yield switch, unit
         if n not in unit_of and analysis.keeps_order(n):
-            yield from ((earlier, unit) for earlier in since)
-            switch, since = n, []
+            yield from ((earlier, unit) for earlier in units_since)
+            switch, units_since = n, []
         else:
-            since.append(unit)
+            units_since.append(unit)
 
 
 def _pair_random_ops(analysis: GraphAnalysis, unit_of: dict[fx.Node, ExtractedRegion]) -> Iterator[tuple[_Unit, _Unit]]:
@@ -162,15 +162,15 @@ def _pair_outside_writes(
     for d in (*region.inputs, *region.weights):
         for s in analysis.find_storages(d):
             writers = [w for w in analysis.writers[s] if w not in inside]
-            reads = [
+            read_positions = [
                 analysis.position[n]
                 for n in region.bounds.inside
                 for a in n.all_input_nodes
                 if s in analysis.find_storages(a)
             ]
-            if writers and reads:
-                before = [w for w in writers if analysis.position[w] < max(reads)]
-                pairs.append((before, [w for w in writers if analysis.position[w] > min(reads)]))
+            if writers and read_positions:
+                before = [w for w in writers if analysis.position[w] < max(read_positions)]
+                pairs.append((before, [w for w in writers if analysis.position[w] > min(read_positions)]))
     return pairs
 
 

@@ -70,12 +70,12 @@ class TokenDims:
         """List the products of token dims that a number may be. Dims with symbolic sizes are excluded."""
         products = []
         for count in range(len(self.fixed), 0, -1):
-            for chosen in itertools.combinations(self.fixed, count):
-                whole = math.prod(self.sizes[self.names[i]] for i in chosen)
-                times, rest = divmod(n, whole)
-                if rest or not 1 <= times <= _MAX_FACTOR or (times > 1 and count < len(self.names) and chosen[-1] == 0):
+            for subset in itertools.combinations(self.fixed, count):
+                product_size = math.prod(self.sizes[self.names[i]] for i in subset)
+                times, rest = divmod(n, product_size)
+                if rest or not 1 <= times <= _MAX_FACTOR or (times > 1 and count < len(self.names) and subset[-1] == 0):
                     continue
-                product = sympy.Mul(times, *(self.symbols[i] for i in chosen))
+                product = sympy.Mul(times, *(self.symbols[i] for i in subset))
                 products.append((times, SizeExpression(_format_expression(product))))
         return [size for _, size in sorted(products, key=lambda f: f[0])]
 
@@ -130,8 +130,8 @@ class TokenDims:
         if not isinstance(number := simplify_size(n), torch.SymInt):
             return [number]
         expr = n.node.expr
-        for known, symbol in sorted(self.expressions.items(), key=lambda e: -len(e[0].free_symbols)):
-            expr = _substitute(expr, known, symbol)
+        for expression, symbol in sorted(self.expressions.items(), key=lambda e: -len(e[0].free_symbols)):
+            expr = _substitute(expr, expression, symbol)
         if expr.free_symbols - set(self.symbols):
             return self._find_equal_product(n)
         if expr.is_Integer:
@@ -141,9 +141,9 @@ class TokenDims:
     def _scale_by_fixed(self, expr: sympy.Expr) -> Iterator[sympy.Expr]:
         """Yield `expr` with fixed token dims in position of factors of equal size: `3*S` may be `B*S`."""
         for count in range(len(self.fixed), 0, -1):
-            for chosen in itertools.combinations(self.fixed, count):
-                size = math.prod(self.sizes[self.names[i]] for i in chosen)
-                times = sympy.Mul(*(self.symbols[i] for i in chosen)) / size
+            for subset in itertools.combinations(self.fixed, count):
+                size = math.prod(self.sizes[self.names[i]] for i in subset)
+                times = sympy.Mul(*(self.symbols[i] for i in subset)) / size
 
                 def has_factor(e: sympy.Basic, size: int = size) -> bool:
                     return isinstance(e, sympy.Mul) and e.args[0].is_Integer and int(e.args[0]) % size == 0
@@ -155,9 +155,9 @@ class TokenDims:
     def _find_equal_product(self, n: torch.SymInt) -> list[SizeExpression | int]:
         """Return the product of token dims that the graph knows to equal a symbol of another input."""
         for count in range(len(self.names), 0, -1):
-            for chosen in itertools.combinations(range(len(self.names)), count):
-                if statically_known_true(n == math.prod(self.axis_sizes[i] for i in chosen)):
-                    return [SizeExpression("*".join(self.names[i] for i in chosen))]
+            for subset in itertools.combinations(range(len(self.names)), count):
+                if statically_known_true(n == math.prod(self.axis_sizes[i] for i in subset)):
+                    return [SizeExpression("*".join(self.names[i] for i in subset))]
         return []
 
 
