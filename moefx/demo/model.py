@@ -64,12 +64,12 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         scores = F.linear(x, self.weight).sigmoid()
-        chosen = (scores + self.balance_bias).topk(self.top_k, dim=-1).indices
-        weights = scores.gather(-1, chosen)
+        expert_ids = (scores + self.balance_bias).topk(self.top_k, dim=-1).indices
+        weights = scores.gather(-1, expert_ids)
         weights = self.scale * weights / weights.sum(-1, keepdim=True)
         if self.training:
-            self.load.index_add_(0, chosen.flatten(), torch.ones_like(weights).flatten())
-        return weights, chosen
+            self.load.index_add_(0, expert_ids.flatten(), torch.ones_like(weights).flatten())
+        return weights, expert_ids
 
     @torch.no_grad()
     def rebalance(self, rate: float = 1e-3) -> None:
@@ -88,10 +88,10 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         shape = x.shape
         x = x.reshape(-1, shape[-1])  # [S, D]
-        weights, chosen = self.router(x)  # [S, K] each
+        weights, expert_ids = self.router(x)  # [S, K] each
         out = torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
-            token, slot = torch.where(chosen == number)
+            token, slot = torch.where(expert_ids == number)
             out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
         return (out + self.shared(x)).reshape(shape)
 

@@ -17,18 +17,18 @@ def saved_bytes(forward: Callable[[], Any], exclude: Iterable[Tensor] = ()) -> i
 
     A storage counts in full however small the saved view is: that is what stays allocated.
     """
-    skip = {t.untyped_storage().data_ptr() for t in exclude}
-    kept: dict[int, Tensor] = {}  # holding the tensors keeps their addresses from being handed out again
+    excluded = {t.untyped_storage().data_ptr() for t in exclude}
+    saved: dict[int, Tensor] = {}  # holding the tensors keeps their addresses from being handed out again
 
     def pack(tensor: Tensor) -> Tensor:
         address = tensor.untyped_storage().data_ptr()
-        if address not in skip:
-            kept.setdefault(address, tensor)
+        if address not in excluded:
+            saved.setdefault(address, tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         forward()
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
 def side_by_side(

@@ -22,9 +22,9 @@ class Progress:
         if not self.live and not last and done - self.last_shown < max(self.total // 10, 1):
             return
         self.last_shown = done
-        filled = 20 * done // max(self.total, 1)
+        bar_length = 20 * done // max(self.total, 1)
         seconds = time.perf_counter() - self.started
-        line = f"  {self.label} [{'#' * filled:<20}] {done}/{self.total}  {seconds:.0f} s  {note}".rstrip()
+        line = f"  {self.label} [{'#' * bar_length:<20}] {done}/{self.total}  {seconds:.0f} s  {note}".rstrip()
         if self.live:  # "\033[K" erases the rest of a longer line
             print(f"\r{line}\033[K", end="\n" if last else "", flush=True)
         else:
