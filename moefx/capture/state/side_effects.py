@@ -145,7 +145,7 @@ def collect_effects(
     Args:
         modules: those of the block before the call, with their paths.
         before: their `vars` before the call, by path.
-        given, state: parameters and buffers before and after the call.
+        initial, state: parameters and buffers before and after the call.
         inputs: tensor arguments with their position and node.
     """
     effects = []
