@@ -38,8 +38,8 @@ def draw_svg(graph: BlockGraph | Outline, label: str = "") -> str:
     Args:
         label: description of the picture for screen readers.
     """
-    drawn = graph if isinstance(graph, Outline) else build_outline(graph)
-    vertices, links = _arrange(drawn)
+    outline = graph if isinstance(graph, Outline) else build_outline(graph)
+    vertices, links = _arrange(outline)
     left = min(p.x - p.width / 2 for p in vertices) - 12
     right = max(p.x + p.width / 2 for p in vertices) + 12
     bottom = max(p.y + p.height for p in vertices) + 12
@@ -54,21 +54,21 @@ def draw_svg(graph: BlockGraph | Outline, label: str = "") -> str:
 # -- layout ----------------------------------------------------------------------------------------
 
 
-def _arrange(drawn: Outline) -> tuple[list[_Vertex], list[list[_Vertex]]]:
+def _arrange(outline: Outline) -> tuple[list[_Vertex], list[list[_Vertex]]]:
     """Return the vertices of all boxes and crossings, and the vertices of each arrow's route."""
-    order = {box: i for i, box in enumerate(drawn.boxes)}
+    order = {box: i for i, box in enumerate(outline.boxes)}
     # Merged experts can form cycles, because the sum runs through all experts. These arrows point up.
-    forward = _drop_cycles(drawn.boxes, sorted(drawn.arrows, key=lambda a: (order[a[0]], order[a[1]])))
-    layer = _assign_layers(drawn.boxes, forward)
-    vertices = {box: _make_vertex(box, layer[box]) for box in drawn.boxes}
+    forward = _drop_cycles(outline.boxes, sorted(outline.arrows, key=lambda a: (order[a[0]], order[a[1]])))
+    layer = _assign_layers(outline.boxes, forward)
+    vertices = {box: _make_vertex(box, layer[box]) for box in outline.boxes}
     all_vertices = list(vertices.values())
     routes: list[list[_Vertex]] = []
     for source, target in forward:
         route = [vertices[source]]
         for level in range(layer[source] + 1, layer[target]):
-            crossing = _Vertex(None, level, 2.0, 0.0)
-            all_vertices.append(crossing)
-            route.append(crossing)
+            bend = _Vertex(None, level, 2.0, 0.0)
+            all_vertices.append(bend)
+            route.append(bend)
         routes.append([*route, vertices[target]])
     rows: dict[int, list[_Vertex]] = defaultdict(list)
     for vertex in all_vertices:
@@ -95,23 +95,23 @@ def _drop_cycles(boxes: Sequence[Box], arrows: Iterable[tuple[Box, Box]]) -> lis
     targets: dict[Box, list[Box]] = defaultdict(list)
     for source, target in arrows:
         targets[source].append(target)
-    done: set[Box] = set()
+    visited: set[Box] = set()
     open_: set[Box] = set()
     result = []
     for root in boxes:
-        stack = [(root, iter(targets[root]))] if root not in done else []
+        stack = [(root, iter(targets[root]))] if root not in visited else []
         open_.update({root} if stack else ())
-        done.update({root} if stack else ())
+        visited.update({root} if stack else ())
         while stack:
-            box, rest = stack[-1]
-            target = next(rest, None)
+            box, remaining = stack[-1]
+            target = next(remaining, None)
             if target is None:
                 open_.discard(box)
                 stack.pop()
             elif target not in open_:
                 result.append((box, target))
-                if target not in done:
-                    done.add(target)
+                if target not in visited:
+                    visited.add(target)
                     open_.add(target)
                     stack.append((target, iter(targets[target])))
     return result
@@ -159,14 +159,14 @@ def _find_neighbours(
 
 def _order_layer(row: list[_Vertex], neighbours: dict[_Vertex, list[_Vertex]]) -> None:
     """Order a layer by the mean positions of its vertices' neighbours, and place the vertices there without overlap."""
-    wish = {p: sum(n.x for n in near) / len(near) if (near := neighbours[p]) else p.x for p in row}
-    row.sort(key=lambda p: wish[p])
+    target_x = {p: sum(n.x for n in adjacent) / len(adjacent) if (adjacent := neighbours[p]) else p.x for p in row}
+    row.sort(key=lambda p: target_x[p])
     edge = float("-inf")
     for vertex in row:
-        vertex.x = max(wish[vertex], edge + vertex.width / 2)
+        vertex.x = max(target_x[vertex], edge + vertex.width / 2)
         edge = vertex.x + vertex.width / 2 + _GAP_X
     # Avoiding overlap moved vertices to the right only: undo the mean shift.
-    shift = sum(vertex.x - wish[vertex] for vertex in row) / len(row)
+    shift = sum(vertex.x - target_x[vertex] for vertex in row) / len(row)
     for vertex in row:
         vertex.x -= shift
 
@@ -183,9 +183,9 @@ def _draw_box(vertex: _Vertex) -> str:
     lines = [f'<text class="title" x="{vertex.x:.1f}" y="{y + 18:.1f}">{escape(box.title)}{count}</text>']
     for i, detail in enumerate(box.details, start=1):
         lines.append(f'<text class="detail" x="{vertex.x:.1f}" y="{y + 18 + _LINE * i:.1f}">{escape(detail)}</text>')
-    many = " many" if box.count > 1 else ""
+    multiplicity = " many" if box.count > 1 else ""
     return (
-        f'<g class="box {box.kind}{many}"><title>{escape(box.tooltip)}</title>'
+        f'<g class="box {box.kind}{multiplicity}"><title>{escape(box.tooltip)}</title>'
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{vertex.width:.1f}" height="{vertex.height:.1f}" rx="6"/>'
         f"{''.join(lines)}</g>"
     )

@@ -171,8 +171,8 @@ class Explanation:
         if self.planned is not None:
             lines += ["", *(f"  {line}" for line in str(self.planned).splitlines())]
         for r in self.refused if self.trace else merge_refusals(self.refused):
-            where = f"   {r.source}" if r.source else ""
-            title = f"refused: {r.name or 'the model'}{where}" if r.seen else "nothing found"
+            location = f"   {r.source}" if r.source else ""
+            title = f"refused: {r.name or 'the model'}{location}" if r.seen else "nothing found"
             lines += ["", f"  {title}", f"    {r.reason}"]
             if r.culprits:
                 lines.append(f"    culprits    {', '.join(r.culprits)}")
@@ -195,22 +195,22 @@ class Explanation:
         return [f"    {line}" for line in trace.format_lines()]
 
     def _format_weights(self) -> str:
-        reads = dict(self.weights)
-        texts = [f"{text} x{reads[path]}" for path, text in _WEIGHTS.items() if path in reads]
-        copies = reads.get("cast", 0) + reads.get("stacked_copy", 0)
+        counts = dict(self.weights)
+        texts = [f"{text} x{counts[path]}" for path, text in _WEIGHTS.items() if path in counts]
+        copies = counts.get("cast", 0) + counts.get("stacked_copy", 0)
         return ", ".join([*texts, *([] if copies else ["no copies"])])
 
 
-def merge_refusals(refused: Iterable[Refusal]) -> list[Refusal]:
+def merge_refusals(refusals: Iterable[Refusal]) -> list[Refusal]:
     """Merge refusals with equal reasons to one, with the names and source lines of all."""
-    alike: dict[tuple[object, ...], list[Refusal]] = {}
-    for r in refused:
-        alike.setdefault((r.reason, r.culprits, r.remedy), []).append(r)
+    groups: dict[tuple[object, ...], list[Refusal]] = {}
+    for r in refusals:
+        groups.setdefault((r.reason, r.culprits, r.remedy), []).append(r)
     merged = []
-    for first, *others in alike.values():
-        if others:
-            names = tuple(dict.fromkeys(r.name for r in (first, *others)))
-            lines = list(dict.fromkeys(r.source for r in (first, *others) if r.source))
+    for first, *duplicates in groups.values():
+        if duplicates:
+            names = tuple(dict.fromkeys(r.name for r in (first, *duplicates)))
+            lines = list(dict.fromkeys(r.source for r in (first, *duplicates) if r.source))
             lines = lines if len(lines) <= 2 else [f"{lines[0]} ... {lines[-1]} ({len(lines)} lines)"]
             name = names[0] if len(names) == 1 else _format_names(names)
             first = dataclasses.replace(first, name=name, source=", ".join(lines))
@@ -231,5 +231,5 @@ def _format_expert(expert: str) -> str:
 
 def _format_names(names: tuple[str, ...]) -> str:
     """Format names: `model.layers.1.mlp ... model.layers.47.mlp (47)` for many, all names for few."""
-    shown = [n or "(the model itself)" for n in names]
-    return ", ".join(shown) if len(shown) <= 2 else f"{shown[0]} ... {shown[-1]} ({len(shown)} blocks)"
+    labels = [n or "(the model itself)" for n in names]
+    return ", ".join(labels) if len(labels) <= 2 else f"{labels[0]} ... {labels[-1]} ({len(labels)} blocks)"

@@ -118,9 +118,9 @@ class History:
         snapshot = self.snapshots[-1] if after is None else self[after]
         position = self.snapshots.index(snapshot)
         before = print_lines(self.snapshots[position - 1].graph) if position else []
-        marked = diff_lines(before, print_lines(snapshot.graph))
-        texts = format_lines([line for _, line in marked])
-        body = [f"{mark} {text}".rstrip() for (mark, _), text in zip(marked, texts, strict=True)]
+        marked_lines = diff_lines(before, print_lines(snapshot.graph))
+        texts = format_lines([line for _, line in marked_lines])
+        body = [f"{mark} {text}".rstrip() for (mark, _), text in zip(marked_lines, texts, strict=True)]
         return "\n".join([f"# {self.name or 'model'}   {snapshot.header}", *body])
 
     def html(self, path: str | PathLike[str], *, bytes_per_policy: Mapping[str, float] | None = None) -> None:

@@ -106,18 +106,18 @@ def _build_diff(history: History, index: int) -> str:
     """Return the diff of one pass, with unchanged lines."""
     snapshot: Snapshot = history.snapshots[index]
     before = print_lines(history.snapshots[index - 1].graph) if index else []
-    marked = diff_lines(before, print_lines(snapshot.graph))
-    changed = any(mark != " " for mark, _ in marked)
+    marked_lines = diff_lines(before, print_lines(snapshot.graph))
+    has_changes = any(mark != " " for mark, _ in marked_lines)
     css = {"+": "added", "-": "removed", " ": "same"} if index else {"+": "same"}
-    texts = format_lines([line for _, line in marked])
+    texts = format_lines([line for _, line in marked_lines])
     code = "".join(
         f'<span class="{css[mark]}">{mark if index else " "} {_highlight_comment(text)}</span>'
-        for (mark, _), text in zip(marked, texts, strict=True)
+        for (mark, _), text in zip(marked_lines, texts, strict=True)
     )
     summary = f"<strong>{escape(snapshot.pass_name)}</strong> <span class=muted>{escape(snapshot.header)}</span>"
-    opened = " open" if changed else ""
-    note = "" if changed else "<p class=muted>Nothing to change in this block.</p>"
-    return f"<details{opened}><summary>{summary}</summary>{note}<pre>{code}</pre></details>"
+    open_attribute = " open" if has_changes else ""
+    note = "" if has_changes else "<p class=muted>Nothing to change in this block.</p>"
+    return f"<details{open_attribute}><summary>{summary}</summary>{note}<pre>{code}</pre></details>"
 
 
 def _highlight_comment(text: str) -> str:

@@ -54,13 +54,13 @@ class Outline:
 
 def build_outline(block: BlockGraph) -> Outline:
     """Return the boxes and arrows of a graph."""
-    shown = [node for node in block.graph.nodes if not _is_hidden(node)]
-    classes = _label_repeated_steps(shown)
+    visible_nodes = [node for node in block.graph.nodes if not _is_hidden(node)]
+    classes = _label_repeated_steps(visible_nodes)
     lines = {line.node: f"{line.name} = {line.code}".removeprefix(" = ") for line in print_lines(block)}
     boxes: dict[Hashable, Box] = {}
     box_of: dict[Node, Box] = {}
     members: dict[Box, list[Node]] = {}
-    for node in shown:
+    for node in visible_nodes:
         step = classes.get(node, node)
         box = boxes.get(step)
         if box is None:
@@ -75,12 +75,12 @@ def build_outline(block: BlockGraph) -> Outline:
             box.tooltip = "\n".join([*(lines.get(node, "") for node in nodes[:3]), "..."])
     arrows = {
         (box_of[source], box_of[node])
-        for node in shown
+        for node in visible_nodes
         for source in map(_find_producer, node.all_input_nodes)
         if source in box_of and box_of[source] is not box_of[node]
     }
-    touched = {box for arrow in arrows for box in arrow}
-    return Outline([box for box in boxes.values() if box in touched] or list(boxes.values()), arrows)
+    connected_boxes = {box for arrow in arrows for box in arrow}
+    return Outline([box for box in boxes.values() if box in connected_boxes] or list(boxes.values()), arrows)
 
 
 def _is_hidden(node: Node) -> bool:
@@ -147,14 +147,14 @@ def _label_repeated_steps(nodes: Sequence[Node]) -> dict[Node, Hashable]:
     """Return a label for each node of a repeated step, equal for all its nodes."""
     labels: dict[Node, Hashable] = {node: _make_label(node) for node in nodes if node.op.startswith("call")}
     for _ in range(_ROUNDS):
-        repeated = _find_frequent(labels, 2)
-        labels = {node: _refine_label(node, labels, repeated) for node in labels}
+        repeated_labels = _find_frequent(labels, 2)
+        labels = {node: _refine_label(node, labels, repeated_labels) for node in labels}
     common = _find_frequent(labels, MIN_REPEATS)
     return {node: label for node, label in labels.items() if label in common}
 
 
-def _find_frequent(labels: dict[Node, Hashable], least: int) -> set[Hashable]:
-    return {label for label, count in Counter(labels.values()).items() if count >= least}
+def _find_frequent(labels: dict[Node, Hashable], min_count: int) -> set[Hashable]:
+    return {label for label, count in Counter(labels.values()).items() if count >= min_count}
 
 
 def _make_label(node: Node) -> Hashable:
@@ -163,7 +163,7 @@ def _make_label(node: Node) -> Hashable:
     return node.op, str(target), parameters, len(node.all_input_nodes)
 
 
-def _refine_label(node: Node, labels: dict[Node, Hashable], repeated: set[Hashable]) -> Hashable:
+def _refine_label(node: Node, labels: dict[Node, Hashable], repeated_labels: set[Hashable]) -> Hashable:
     """Extend a label by those of repeated neighbours.
 
     Ignores neighbours that only the first or last expert has, and steps of the same kind, such as the running sum over
@@ -173,7 +173,7 @@ def _refine_label(node: Node, labels: dict[Node, Hashable], repeated: set[Hashab
 
     def among(neighbours: Iterable[Node]) -> list[Hashable]:
         neighbour_labels = (labels.get(_find_producer(n)) for n in neighbours)
-        return [label for label in neighbour_labels if label in repeated and label != label_here]
+        return [label for label in neighbour_labels if label in repeated_labels and label != label_here]
 
     users = [u for user in node.users for u in (user.users if is_getitem(user) else [user])]
     return label_here, tuple(among(node.all_input_nodes)), frozenset(among(users))

@@ -134,8 +134,8 @@ def _format_probes(probes: Sequence[ProbeRun]) -> list[str]:
 def _format_cuts(cuts: Sequence[CutAttempt]) -> list[str]:
     lines = []
     distinct = {(cut.node, cut.source, cut.reason): cut for cut in cuts}
-    furthest = sorted(distinct.values(), key=lambda cut: -cut.reached)
-    for cut in furthest[:_MAX_CUTS]:
+    ordered_cuts = sorted(distinct.values(), key=lambda cut: -cut.reached)
+    for cut in ordered_cuts[:_MAX_CUTS]:
         step = STEPS[min(cut.reached, len(STEPS) - 1)]
         lines += [f"tried as the routed sum: {_format_node(cut)}", f"  failed at {step}: {cut.reason}"]
         for index in cut.indices[:_MAX_INDICES]:
@@ -144,8 +144,8 @@ def _format_cuts(cuts: Sequence[CutAttempt]) -> list[str]:
             lines.append(f"  and {len(cut.indices) - _MAX_INDICES} more integer tensors")
         if step == "expert index" and not cut.indices:
             lines.append("  no integer tensor has entries for each token")
-    if len(furthest) > _MAX_CUTS:
-        lines.append(f"and {len(furthest) - _MAX_CUTS} more nodes")
+    if len(ordered_cuts) > _MAX_CUTS:
+        lines.append(f"and {len(ordered_cuts) - _MAX_CUTS} more nodes")
     return lines
 
 
