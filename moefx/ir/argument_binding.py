@@ -159,11 +159,11 @@ def _describe_function(value: Any, depth: int) -> tuple[Any, ...]:
         return kind
     if torch.compiler.is_compiling():  # Dynamo cannot read closure cells
         return ("object", "function")
-    captured = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    values = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     for cell in value.__closure__ or ():
         with contextlib.suppress(ValueError):  # empty
-            captured.append(cell.cell_contents)
-    return (*kind, code.co_code, code.co_names, repr(code.co_consts), *[describe_leaf(v, depth - 1) for v in captured])
+            values.append(cell.cell_contents)
+    return (*kind, code.co_code, code.co_names, repr(code.co_consts), *[describe_leaf(v, depth - 1) for v in values])
 
 
 def _describe_content(value: Any, depth: int) -> tuple[Any, ...]:
@@ -230,27 +230,27 @@ def make_binder(signature: inspect.Signature) -> Callable[..., tuple[tuple[str, 
     trace it. A call that does not fit raises the TypeError of the original forward. Blocks with the same parameters
     share one function, so `torch.compile` compiles repeated layers once.
     """
-    declared, names, defaults = [], [], []
+    parameters, names, defaults = [], [], []
     kind_before = None
     for parameter in signature.parameters.values():
         kind = parameter.kind
         if kind_before is parameter.POSITIONAL_ONLY and kind is not parameter.POSITIONAL_ONLY:
-            declared.append("/")
+            parameters.append("/")
         if kind is parameter.KEYWORD_ONLY and kind_before not in (
             parameter.KEYWORD_ONLY,
             parameter.VAR_POSITIONAL,
         ):
-            declared.append("*")
+            parameters.append("*")
         text = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(kind, "") + parameter.name
         if parameter.default is not parameter.empty:
             text += f"=default_{len(defaults)}"
             defaults.append(parameter.default)
-        declared.append(text)
+        parameters.append(text)
         names.append(parameter.name)
         kind_before = kind
     if kind_before is inspect.Parameter.POSITIONAL_ONLY:
-        declared.append("/")
-    return _binder(", ".join(declared), tuple(names), _ById(tuple(defaults)))
+        parameters.append("/")
+    return _binder(", ".join(parameters), tuple(names), _ById(tuple(defaults)))
 
 
 def make_signature_binder(block: torch.nn.Module) -> Callable[..., tuple[tuple[str, Any], ...]]:
@@ -307,10 +307,10 @@ class _ById:
 
 
 @functools.lru_cache(maxsize=1024)
-def _binder(declared: str, names: tuple[str, ...], defaults: _ById) -> Callable[..., tuple[tuple[str, Any], ...]]:
+def _binder(parameters: str, names: tuple[str, ...], defaults: _ById) -> Callable[..., tuple[tuple[str, Any], ...]]:
     pairs = ", ".join(f"({name!r}, {name})" for name in names)
     scope: dict[str, Any] = {f"default_{i}": value for i, value in enumerate(defaults.values)}
-    exec(f"def forward({declared}):\n    return ({pairs}{',' if pairs else ''})\n", scope)
+    exec(f"def forward({parameters}):\n    return ({pairs}{',' if pairs else ''})\n", scope)
     return scope["forward"]
 
 

@@ -32,11 +32,11 @@ class AttributeRange:
         numbers = f"[{self.start}..{self.stop - 1}]"
         return f"{self.before.removesuffix('.')}{numbers}{self.after}"
 
-    def expression(self, root: str, read: str) -> str:
-        """Return the text of a call of `read_range` (under the name `read`) that lists the attributes in order."""
+    def expression(self, root: str, reader: str) -> str:
+        """Return the text of a call of `read_range` (under the name `reader`) that lists the attributes in order."""
         owner, _, stem = self.before.rpartition(".")
         owner_expression = attribute_expression(root, owner)
-        return f"{read}({owner_expression}, {quote(stem)}, {self.start}, {self.stop}, {quote(self.after)})"
+        return f"{reader}({owner_expression}, {quote(stem)}, {self.start}, {self.stop}, {quote(self.after)})"
 
 
 def read_range(owner: nn.Module, stem: str, start: int, stop: int, after: str) -> list[Any]:
@@ -103,19 +103,19 @@ def split_into_ranges(paths: Sequence[str]) -> list[AttributeRange | str]:
     return result
 
 
-def _find_counter(path: str, following: str) -> tuple[str, str, int] | None:
-    """Find the only number that grows by one from `path` to `following`. Return the text before and behind it, and its
+def _find_counter(path: str, next_path: str) -> tuple[str, str, int] | None:
+    """Find the only number that grows by one from `path` to `next_path`. Return the text before and behind it, and its
     value in `path`."""
-    parts, others = re.split(r"(\d+)", path), re.split(r"(\d+)", following)
-    if len(parts) != len(others):
+    parts, next_parts = re.split(r"(\d+)", path), re.split(r"(\d+)", next_path)
+    if len(parts) != len(next_parts):
         return None
-    differ = [i for i, (a, b) in enumerate(zip(parts, others, strict=True)) if a != b]
+    differ = [i for i, (a, b) in enumerate(zip(parts, next_parts, strict=True)) if a != b]
     # Numbers are at odd positions; "007" is none.
     if len(differ) != 1 or differ[0] % 2 == 0:
         return None
     at = differ[0]
     start = int(parts[at])
-    if parts[at] != str(start) or others[at] != str(start + 1):
+    if parts[at] != str(start) or next_parts[at] != str(start + 1):
         return None
     return "".join(parts[:at]), "".join(parts[at + 1 :]), start
 

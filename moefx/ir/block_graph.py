@@ -100,14 +100,14 @@ class BlockGraph:
 
     def with_inputs(self, paths: Mapping[str, Path]) -> BlockGraph:
         """Replace attributes of the block by placeholders that are bound to these paths."""
-        block, reads = self.copy(), {}
+        block, nodes_by_name = self.copy(), {}
         for node in [n for n in block.graph.nodes if n.op == "get_attr"]:
-            reads.setdefault(str(node.target), []).append(node)
+            nodes_by_name.setdefault(str(node.target), []).append(node)
         last = block.placeholders[-1]
         for name in paths:
             with block.graph.inserting_after(last):
                 last = block.graph.placeholder(f"weight_{re.sub(r'[^0-9a-zA-Z_]', '_', name)}")
-            for node in reads.get(name, ()):
+            for node in nodes_by_name.get(name, ()):
                 last.meta.update(node.meta)
                 node.replace_all_uses_with(last)
                 block.graph.erase_node(node)
@@ -163,8 +163,8 @@ class BlockGraph:
 
     def _offsets(self) -> list[Node]:
         """Return the used `expert_offsets` of the PFTs that are built from this rank's tokens."""
-        built = [node for node in self.find(BUILD_PFT) if not _includes_other_ranks(node)]
-        candidates = [results[_EXPERT_OFFSETS] for node in built if (results := graph_codegen.list_results(node))]
+        build_nodes = [node for node in self.find(BUILD_PFT) if not _includes_other_ranks(node)]
+        candidates = [results[_EXPERT_OFFSETS] for node in build_nodes if (results := graph_codegen.list_results(node))]
         return [offsets for offsets in candidates if offsets is not None]
 
     def __str__(self) -> str:

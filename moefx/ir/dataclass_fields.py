@@ -47,10 +47,10 @@ def is_plain_dataclass(value: Any) -> bool:
     )
 
 
-def _flatten(opened: Fields) -> tuple[list[Any], Any]:
-    cls = opened.cls
+def _flatten(fields: Fields) -> tuple[list[Any], Any]:
+    cls = fields.cls
     by_name = all(f.init for f in dataclasses.fields(cls)) and not hasattr(cls, "__post_init__")
-    return [*opened.values.values()], (cls, tuple(opened.values), by_name)
+    return [*fields.values.values()], (cls, tuple(fields.values), by_name)
 
 
 def _unflatten(values: Any, context: Any) -> Any:

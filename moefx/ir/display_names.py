@@ -32,7 +32,7 @@ _ROLES = {
 
 def shown_names(graph: Graph) -> dict[Node, str]:
     """Return the printed name of every node: its own name if a pass chose it, else a name for its role."""
-    used = {node.name for node in graph.nodes if not _default_name(node)}
+    used_names = {node.name for node in graph.nodes if not _default_name(node)}
     names: dict[Node, str] = {}
     for node in graph.nodes:
         name = _default_name(node)
@@ -46,8 +46,8 @@ def shown_names(graph: Graph) -> dict[Node, str]:
                     names[node] = names[producer]
                     continue
                 name = f"{names[producer]}_{node.args[1]}"
-            name = _unused(role or name, used)
-            used.add(name)
+            name = _unused(role or name, used_names)
+            used_names.add(name)
         names[node] = name or node.name
     return names
 
@@ -72,10 +72,10 @@ def _default_name(node: Node) -> str:
         return ""
     name = node.target._schema.name.partition("::")[2]
     overload = re.sub(r"(?<=[a-z\d])(?=[A-Z])", "_", node.target._overloadname).lower()
-    derived = re.fullmatch(rf"{name}(_{overload})?(_\d+)?", node.name)
+    is_default = re.fullmatch(rf"{name}(_{overload})?(_\d+)?", node.name)
     if node.kwargs.get("reduce") and name == "expert_mlp" and not _is_sent_back(node):
         name = "combine"  # it returns sums by token
-    return _RESULTS.get(name, name.strip("_")) if derived else ""
+    return _RESULTS.get(name, name.strip("_")) if is_default else ""
 
 
 def _is_sent_back(node: Node) -> bool:
@@ -83,9 +83,9 @@ def _is_sent_back(node: Node) -> bool:
     return any(format_target(u) == "moefx::all_to_all_back" for first in node.users for u in first.users)
 
 
-def _unused(name: str, used: set[str]) -> str:
+def _unused(name: str, used_names: set[str]) -> str:
     number, candidate = 1, name
-    while candidate in used:
+    while candidate in used_names:
         number, candidate = number + 1, f"{name}_{number}"
     return candidate
 

@@ -110,9 +110,9 @@ def _check_variable(name: str, variables: Collection[str] | None) -> None:
 
 
 def _check_keywords(op: Any, keywords: dict[str, Any]) -> None:
-    known = {argument.name for argument in op._schema.arguments}
+    argument_names = {argument.name for argument in op._schema.arguments}
     for key, value in keywords.items():
-        if key not in known:
+        if key not in argument_names:
             raise InvalidInput(f"an expression gives {op} the argument {str(key)[:80]!r}, which it does not have")
         if not isinstance(value, str):
             _check_number(value)
@@ -123,8 +123,8 @@ def _check_keywords(op: Any, keywords: dict[str, Any]) -> None:
 def _check_number(value: Any) -> None:
     is_large = isinstance(value, int) and abs(value) >= MAX_INTEGER  # too many digits to print
     if is_large or not (value is None or isinstance(value, (bool, int, float))):
-        shown = "an integer of more than 64 bits" if is_large else repr(value)[:80]
-        raise InvalidInput(f"an expression has {shown}, which is no allowed number")
+        description = "an integer of more than 64 bits" if is_large else repr(value)[:80]
+        raise InvalidInput(f"an expression has {description}, which is no allowed number")
 
 
 __all__ = ["check_dtype", "check_expression", "is_pointwise", "resolve_op"]

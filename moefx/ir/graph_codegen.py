@@ -91,16 +91,16 @@ class GeneratedSource:
         self._lines: list[str] = []
         placeholders = [node.name for node in graph.nodes if node.op == "placeholder"]
         last = _last_uses(graph, record)
-        done: set[Node] = set()
+        unpacked: set[Node] = set()
         for node in graph.nodes:
             if node.op == "placeholder":
                 line = ""
             elif node.op == "output":
                 line = self._output(output, record, output_spec)
-            elif node in done:
+            elif node in unpacked:
                 continue
             else:
-                line = self._statement(node, done)
+                line = self._statement(node, unpacked)
             dead = [n.name for n in last.get(node, ()) if n not in self._inline]
             if dead and node.op != "output":
                 line = f"{line}; {' = '.join(dead)} = None".removeprefix("; ")
@@ -108,8 +108,8 @@ class GeneratedSource:
                 self._lines.append(f"    {line}")
         self.text = "\n".join([f"def forward({', '.join(['self', *placeholders])}):", *self._lines, ""])
 
-    def _statement(self, node: Node, done: set[Node]) -> str:
-        line = self._plain_statement(node, done)
+    def _statement(self, node: Node, unpacked: set[Node]) -> str:
+        line = self._plain_statement(node, unpacked)
         if line and "autocast" in node.meta and node.all_input_nodes:
             dtype, operand = node.meta["autocast"], self._value(node.all_input_nodes[0])
             self.scope["autocast"] = torch.autocast
@@ -117,7 +117,7 @@ class GeneratedSource:
             self.scope["torch"] = torch
         return line
 
-    def _plain_statement(self, node: Node, done: set[Node]) -> str:
+    def _plain_statement(self, node: Node, unpacked: set[Node]) -> str:
         call = self._call(node)
         if node.op == "get_attr" and len(node.users) == 1 and not is_getitem(next(iter(node.users))):
             # Read at its use: a list of expert weights becomes one comprehension, and a parameter that a submodule's
@@ -127,7 +127,7 @@ class GeneratedSource:
         results = list_results(node)
         if results is None:
             return f"{node.name} = {call}" if node.users else call
-        done.update(n for n in results if n is not None)
+        unpacked.update(n for n in results if n is not None)
         names = [n.name if n and (n.users or n in self._recorded) else "_" for n in results]
         return f"{', '.join(names)}{',' * (len(names) == 1)} = {call}"
 

@@ -97,9 +97,9 @@ def format_lines(lines: Sequence[Line]) -> list[str]:
     comment_width = max([len(line.comment) for line in lines], default=0)
     result, source = [], ""
     for text, line in zip(code, lines, strict=True):
-        shown = line.source if line.source != source else ""
+        line_source = line.source if line.source != source else ""
         source = line.source or source
-        comment = f"{line.comment.ljust(comment_width)}   {shown}".rstrip() if shown else line.comment
+        comment = f"{line.comment.ljust(comment_width)}   {line_source}".rstrip() if line_source else line.comment
         result.append(f"{text.ljust(code_width)}  # {comment}".rstrip() if comment.strip() else text)
     return result
 
@@ -115,8 +115,8 @@ class _Printer:
         self._fold_experts()
 
     def lines(self) -> list[Line]:
-        shown = [n for n in self.block.graph.nodes if n not in self.folded]
-        return [self._line(node) for node in shown]
+        visible_nodes = [n for n in self.block.graph.nodes if n not in self.folded]
+        return [self._line(node) for node in visible_nodes]
 
     # -- folding -----------------------------------------------------------------------------------
 
@@ -172,8 +172,8 @@ class _Printer:
             return Line("", f"return {self._value(self.block.returned)}", "", source, None)
         results: Sequence[Node | None] | None = [node] if format_target(node) in _BUNDLES else self._results(node)
         comment = [self._comment(node, results)]
-        kept = [node, *(r for r in results or () if r is not None)]
-        if any(n.meta.get("save") for n in kept):
+        nodes = [node, *(r for r in results or () if r is not None)]
+        if any(n.meta.get("save") for n in nodes):
             comment.append("SAVE")
         names = ""
         if results:
@@ -185,8 +185,8 @@ class _Printer:
     def _comment(self, node: Node, results: Sequence[Node | None] | None) -> str:
         if format_target(node) == BUILD_PFT:
             drops = any(get_argument(node, name) is not None for name in ("keep", "capacity"))
-            if (known := get_argument(node, "num_rows")) is not None:
-                return f"B = {self._value(known)}, and up to 1/64 more"
+            if (num_rows := get_argument(node, "num_rows")) is not None:
+                return f"B = {self._value(num_rows)}, and up to 1/64 more"
             return "B = S*K, valid up to expert_offsets[E]" if drops else "B = S*K"
         if format_target(node) in _BUNDLES:
             return ""
@@ -225,8 +225,8 @@ class _Printer:
             if name == "_softmax":
                 name, args = "softmax", args[:2]
             elif name.endswith("_") and not name.startswith("_"):
-                rest = self._arguments(args[1:], node.kwargs)
-                return f"{self._value(args[0])}.{name}({rest})"
+                arguments = self._arguments(args[1:], node.kwargs)
+                return f"{self._value(args[0])}.{name}({arguments})"
         return f"{name}({self._op_arguments(node, target, args)})"
 
     def _op_arguments(self, node: Node, target: torch._ops.OpOverload, args: list[Any]) -> str:
@@ -265,14 +265,14 @@ class _Printer:
 
     def _without_pft_fields(self, values: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         """Replace the first index array of a PFT among the arguments by `pft`, and drop its other arrays."""
-        result, passed = [], set()
+        result, passed_pfts = [], set()
         for argument, value in values:
             pft, field = self.fields.get(value, (None, "")) if isinstance(value, Node) else (None, "")
             is_separate = field in _PARTS or (field == _PFT_WEIGHTS and argument.name != "row_weights")
             if pft is None or is_separate:
                 result.append((argument, value))
-            elif field != _PFT_WEIGHTS and pft not in passed:
-                passed.add(pft)
+            elif field != _PFT_WEIGHTS and pft not in passed_pfts:
+                passed_pfts.add(pft)
                 result.append((argument, pft))
             # The PFT's own weights are no printed row weights: the body shows where `w` is applied.
         return result

@@ -152,13 +152,13 @@ class _RecordedOps:
 
     def run(self, op: Op, index: int, *args: Any, **kwargs: Any) -> Any:
         numbers, needs = self.wiring.arguments[index], self.needs
-        needed = tuple([any([needs[n] for n in value_numbers]) for value_numbers in numbers])
-        if op.derivative is None or not any(needed):
+        gradients_needed = tuple([any([needs[n] for n in value_numbers]) for value_numbers in numbers])
+        if op.derivative is None or not any(gradients_needed):
             return _run_op(op, args, {**kwargs, **op.without_backward})[-1]
-        used, kwargs, outputs = _run_op(op, args, kwargs)
-        call = _OpCall(op, index, needed, self.makers[numbers[-1][-1]] if numbers[-1] else None)
-        op.derivative.save(call, used, kwargs, outputs)
-        call.choice = recomputed_choice.note_choice(op.name, [used[i] for i in op.choice_arguments], call.to_save)
+        op_args, kwargs, outputs = _run_op(op, args, kwargs)
+        call = _OpCall(op, index, gradients_needed, self.makers[numbers[-1][-1]] if numbers[-1] else None)
+        op.derivative.save(call, op_args, kwargs, outputs)
+        call.choice = recomputed_choice.note_choice(op.name, [op_args[i] for i in op.choice_arguments], call.to_save)
         call.saved_positions, call.to_save = [self.save(t) for t in call.to_save], ()
         results = outputs if isinstance(outputs, (list, tuple)) else (outputs,)
         call.num_results = len(results)
@@ -212,10 +212,10 @@ class _JoinedNode(torch.autograd.Function):
         gradients = by_value[: wiring.num_inputs]
         if torch.is_grad_enabled():
             incoming = [g for g in grads if g is not None]
-            known = [i for i, gradient in enumerate(gradients) if gradient is not None]
-            name, results = ctx.joined_ops.names[-1], [gradients[i] for i in known]
-            once = _DifferentiableOnce.apply(name, len(incoming), link, *incoming, *results)
-            for i, gradient in zip(known, once, strict=True):
+            indices = [i for i, gradient in enumerate(gradients) if gradient is not None]
+            name, results = ctx.joined_ops.names[-1], [gradients[i] for i in indices]
+            tracked = _DifferentiableOnce.apply(name, len(incoming), link, *incoming, *results)
+            for i, gradient in zip(indices, tracked, strict=True):
                 gradients[i] = gradient
         return None, *gradients
 
@@ -243,9 +243,9 @@ def _set_needs(ctx: Any, wiring: Wiring, needs: Sequence[bool]) -> None:
     are_needed = [*needs[1:], *[False] * (wiring.num_values - wiring.num_inputs)]
     for call in ctx.calls:
         numbers = wiring.arguments[call.index]
-        now = [any([are_needed[n] for n in several]) for several in numbers]
-        call.needs = tuple([ever and need for ever, need in zip(call.needs_ever, now, strict=True)])
-        call.needs_later = tuple([ever and not need for ever, need in zip(call.needs_ever, now, strict=True)])
+        needed = [any([are_needed[n] for n in value_numbers]) for value_numbers in numbers]
+        call.needs = tuple([ever and need for ever, need in zip(call.needs_ever, needed, strict=True)])
+        call.needs_later = tuple([ever and not need for ever, need in zip(call.needs_ever, needed, strict=True)])
         for number in wiring.results[call.index] if any(call.needs) else ():
             are_needed[number] = ctx.dtypes[number] is not None
 
@@ -279,10 +279,10 @@ def _run_backward(ctx: Any, call: _OpCall, wiring: Wiring, saved: Sequence[Any],
 def _add_gradients(ctx: Any, call: _OpCall, wiring: Wiring, by_value: list[Any], gradients: Sequence[Any]) -> None:
     """Add the gradients of a call's arguments to `by_value`."""
     numbers, is_list = wiring.arguments[call.index], wiring.is_list[call.index]
-    for targets, whole, gradient in zip(numbers, is_list, gradients, strict=True):
+    for targets, is_one_list, gradient in zip(numbers, is_list, gradients, strict=True):
         if gradient is None:
             continue
-        for target, grad in zip(targets, gradient if whole else (gradient,), strict=True):
+        for target, grad in zip(targets, gradient if is_one_list else (gradient,), strict=True):
             if grad is None or (dtype := ctx.dtypes[target]) is None:
                 continue
             grad = grad if grad.dtype is dtype else grad.to(dtype)

@@ -76,8 +76,8 @@ def format_value(node: Node) -> str:
     if isinstance(letters, str):
         return letters
     if isinstance(value, (tuple, list)) and not isinstance(value, TensorSpec):
-        known = letters if letters is not None and len(letters) == len(value) else [None] * len(value)
-        return " ".join(filter(None, (_value_text(v, n) for v, n in zip(value, known, strict=True))))
+        names = letters if letters is not None and len(letters) == len(value) else [None] * len(value)
+        return " ".join(filter(None, (_value_text(v, n) for v, n in zip(value, names, strict=True))))
     return _value_text(value, letters)
 
 

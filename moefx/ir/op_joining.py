@@ -108,24 +108,24 @@ def _compile_joined(inputs: Sequence[Node], calls: Sequence[Node], outputs: Sequ
     for index, call in enumerate(calls):
         args, kwargs = map_arg((call.args, call.kwargs), values.__getitem__)
         arguments: Any = (ops, _get_op(call), index, *args)
-        made = values[call] = graph.call_method("run", arguments, kwargs)
-        made.name = call.name
+        run_node = values[call] = graph.call_method("run", arguments, kwargs)
+        run_node.name = call.name
         count = num_results(call)
         if count is not None and not _get_op(call).without_backward:  # it has fewer results without a backward
-            made.meta["val"] = (None,) * count
+            run_node.meta["val"] = (None,) * count
         for node, position in _list_result_nodes(call).items():
             if node is not call:
-                values[node] = graph.call_function(operator.getitem, (made, position))
+                values[node] = graph.call_function(operator.getitem, (run_node, position))
                 values[node].name = node.name
     output = tuple(values[n] for n in outputs)
     graph.output(output)
     source = GeneratedSource(graph, output)
     function = graph_codegen.compile_source(source.text, source.scope, "forward", f"{title} joined ops")
-    known = _compiled.get(function)
-    if known is None:
+    joined_ops = _compiled.get(function)
+    if joined_ops is None:
         names = [_get_op(call).name for call in calls]
-        known = _compiled[function] = JoinedOps(function, _wire(inputs, calls, outputs), names)
-    return known
+        joined_ops = _compiled[function] = JoinedOps(function, _wire(inputs, calls, outputs), names)
+    return joined_ops
 
 
 def _wire(inputs: Sequence[Node], calls: Sequence[Node], outputs: Sequence[Node]) -> Wiring:
@@ -134,15 +134,15 @@ def _wire(inputs: Sequence[Node], calls: Sequence[Node], outputs: Sequence[Node]
     arguments, is_list, results, total = [], [], [], len(inputs)
     for call in calls:
         lists = tuple(isinstance(a, (list, tuple)) for a in call.args)
-        items: Any = [a if whole else (a,) for a, whole in zip(call.args, lists, strict=True)]
+        items: Any = [a if is_one_list else (a,) for a, is_one_list in zip(call.args, lists, strict=True)]
         arguments.append(tuple(tuple(number[n] for n in item if isinstance(n, Node)) for item in items))
         is_list.append(lists)
         nodes = _list_result_nodes(call)
         number.update({node: total + index for node, index in nodes.items()})
         results.append(range(total, total + 1 + max(nodes.values())))
         total = results[-1].stop
-    returned = tuple(number[n] for n in outputs)
-    return Wiring(tuple(arguments), tuple(is_list), tuple(results), returned, len(inputs), total)
+    output_numbers = tuple(number[n] for n in outputs)
+    return Wiring(tuple(arguments), tuple(is_list), tuple(results), output_numbers, len(inputs), total)
 
 
 def _list_result_nodes(call: Node) -> dict[Node, int]:

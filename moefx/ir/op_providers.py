@@ -101,8 +101,8 @@ def compile_ahead() -> Iterator[bool]:
     """
     _load()
     with contextlib.ExitStack() as stack:
-        for enter in _compilers.values():
-            stack.enter_context(enter())
+        for make_context in _compilers.values():
+            stack.enter_context(make_context())
         _thread.is_compiling = True
         try:
             yield bool(_compilers)

@@ -88,18 +88,18 @@ def _trace(
     with recorder:
         results = function(*args)
     names = ["None" if r is None else recorder.names[id(r)] for r in results]
-    needed = set(names)
+    needed_names = set(names)
     lines = []
     for target, inputs, text in reversed(recorder.calls):
-        if target in needed:
-            needed.update(inputs)
+        if target in needed_names:
+            needed_names.update(inputs)
             lines.insert(0, text)
     wide = next((i for i, a in enumerate(args) if a.shape[1] == _COLUMNS), 0)
     inputs = [recorder.names[id(a)] for a in args]
-    reads = [f"{t} = env[{name!r}]" for t, name in zip(inputs, variable_names, strict=False)]
+    read_lines = [f"{t} = env[{name!r}]" for t, name in zip(inputs, variable_names, strict=False)]
     sizes = f"(rows, columns), device = {inputs[wide]}.shape, {inputs[wide]}.device"
     parameters = f"env, {inputs[-1]}"
-    return assemble(parameters, [*reads, sizes, *lines], f"({', '.join(names)},)", recorder.scope)
+    return assemble(parameters, [*read_lines, sizes, *lines], f"({', '.join(names)},)", recorder.scope)
 
 
 class _Recorder(TorchDispatchMode):
@@ -126,20 +126,20 @@ class _Recorder(TorchDispatchMode):
             self.names[id(outputs)] = self._operand(args[0], set())
             self._alive.append(outputs)
             return outputs
-        read: set[str] = set()
-        arguments = [self._operand(a, read) for a in args]
-        arguments += [f"{k}={self._operand(v, read)}" for k, v in kwargs.items()]
+        names_read: set[str] = set()
+        arguments = [self._operand(a, names_read) for a in args]
+        arguments += [f"{k}={self._operand(v, names_read)}" for k, v in kwargs.items()]
         symbol = f"{func.__name__.replace('.', '_')}_{len(self.scope)}"
         self.scope[symbol] = func
         call = f"{symbol}({', '.join(arguments)})"
         if isinstance(outputs, Tensor):
             target = self._name(outputs)  # the result of an in-place op already has a name
-            self.calls.append((target, read, f"{target} = {call}"))
+            self.calls.append((target, names_read, f"{target} = {call}"))
         else:
             targets = [self._name(o) if isinstance(o, Tensor) else "_" for o in outputs]
             text = f"{', '.join(targets)}, = {call}"
             # One line may define several names: any needed name keeps the line.
-            self.calls.append((targets[0], read, text))
+            self.calls.append((targets[0], names_read, text))
             self.calls.extend((t, {targets[0]}, "pass") for t in targets[1:])
         return outputs
 
@@ -149,14 +149,14 @@ class _Recorder(TorchDispatchMode):
             self._alive.append(tensor)
         return self.names[id(tensor)]
 
-    def _operand(self, value: Any, read: set[str]) -> str:
+    def _operand(self, value: Any, names_read: set[str]) -> str:
         if isinstance(value, Tensor):
             if id(value) not in self.names:  # a constant, such as a wrapped number
                 self.scope[self._name(value)] = value
-            read.add(self.names[id(value)])
+            names_read.add(self.names[id(value)])
             return self.names[id(value)]
         if isinstance(value, (list, tuple)):
-            return f"[{', '.join(self._operand(v, read) for v in value)}]"
+            return f"[{', '.join(self._operand(v, names_read) for v in value)}]"
         if value is not True and value is not False and value in (_ROWS, _COLUMNS):
             return "rows" if value == _ROWS else "columns"
         if isinstance(value, torch.device):

@@ -85,15 +85,15 @@ def find_globals(block: nn.Module) -> dict[AttributeLocation, Any]:
         module = sys.modules.get(entry.module)
         if module is None or vars(module) is not entry.namespace:
             continue  # generated code
-        where, value = AttributeLocation(f"@{entry.module}", entry.name), entry.value
+        location, value = AttributeLocation(f"@{entry.module}", entry.name), entry.value
         if isinstance(value, type) and not is_namespace(value):
             continue
         if is_plain(value) and not isinstance(value, type):
-            globals_read |= {where: value} if not callable(value) or _is_importable(value) else {}
+            globals_read |= {location: value} if not callable(value) or _is_importable(value) else {}
         elif isinstance(value, type) or type(value).__module__.split(".")[0] not in LIBRARIES:
             inner = {k: v for k, v in _find_inner(value).items() if code.names.issuperset(k.split("."))}
-            inner = {where._replace(inner=k): v for k, v in inner.items() if is_plain(v) and not callable(v)}
-            globals_read |= inner | ({where: value} if inner and is_configuration(value) else {})
+            inner = {location._replace(inner=k): v for k, v in inner.items() if is_plain(v) and not callable(v)}
+            globals_read |= inner | ({location: value} if inner and is_configuration(value) else {})
     return globals_read
 
 
@@ -103,9 +103,9 @@ def _is_importable(function: Any) -> bool:
     return getattr(module, getattr(function, "__qualname__", ""), None) is function
 
 
-def read_value(block: nn.Module, where: AttributeLocation) -> Any:
+def read_value(block: nn.Module, location: AttributeLocation) -> Any:
     """Return the current value of an attribute, or MISSING."""
-    return getattr(find_owner(block, where), where.attribute, MISSING)
+    return getattr(find_owner(block, location), location.attribute, MISSING)
 
 
 def find_tied_tensors(block: nn.Module) -> dict[AttributeLocation, AttributeLocation]:
@@ -116,51 +116,51 @@ def find_tied_tensors(block: nn.Module) -> dict[AttributeLocation, AttributeLoca
     for kind in (block.named_parameters, block.named_buffers):
         for name, t in kind(remove_duplicate=False):
             owner, _, key = name.rpartition(".")
-            where = AttributeLocation(owner, key)
-            before = first.setdefault(id(t), where)
+            location = AttributeLocation(owner, key)
+            before = first.setdefault(id(t), location)
             # A module that is registered twice is no tie.
-            if before.name != key or find_owner(block, before) is not find_owner(block, where):
-                tied[where] = before
+            if before.name != key or find_owner(block, before) is not find_owner(block, location):
+                tied[location] = before
     return tied
 
 
 @contextlib.contextmanager
-def record_reads(block: nn.Module, watched: Iterable[AttributeLocation]) -> Iterator[set[AttributeLocation]]:
+def record_reads(block: nn.Module, attributes: Iterable[AttributeLocation]) -> Iterator[set[AttributeLocation]]:
     """Record which of the watched attributes the code relies on while the context is open.
 
     An attribute counts if it is read before it is set, or set to its current value. Each is watched by a data
     descriptor on its class, which Python looks up before the instance.
     """
-    read: set[AttributeLocation] = set()
+    attributes_read: set[AttributeLocation] = set()
     by_class: dict[tuple[type, str], dict[int, tuple[AttributeLocation, Any]]] = {}
-    for where in watched:
-        owner = find_owner(block, where)
-        before = getattr(owner, where.attribute, MISSING)
-        by_class.setdefault((type(owner), where.attribute), {})[id(owner)] = where, before
+    for location in attributes:
+        owner = find_owner(block, location)
+        before = getattr(owner, location.attribute, MISSING)
+        by_class.setdefault((type(owner), location.attribute), {})[id(owner)] = location, before
     with contextlib.ExitStack() as stack:
         for (cls, name), locations in by_class.items():
             before, inherited = vars(cls).get(name, MISSING), inspect.getattr_static(cls, name, MISSING)
             if inherited is not MISSING and not is_plain(
                 inherited
             ):  # a descriptor that the class needs, such as a slot
-                read |= {where for where, _ in locations.values()}
+                attributes_read |= {location for location, _ in locations.values()}
                 continue
             try:
-                setattr(cls, name, _RecordingAttribute(cls, name, locations, read))
+                setattr(cls, name, _RecordingAttribute(cls, name, locations, attributes_read))
             except (TypeError, AttributeError):  # an extension class: any of its attributes may be read
-                read |= {where for where, _ in locations.values()}
+                attributes_read |= {location for location, _ in locations.values()}
                 continue
             if before is MISSING:
                 stack.callback(delattr, cls, name)
             else:
                 stack.callback(setattr, cls, name, before)
-        stack.enter_context(_record_missing(block, read))
-        stack.enter_context(_record_modes(block, read))
-        yield read
+        stack.enter_context(_record_missing(block, attributes_read))
+        stack.enter_context(_record_modes(block, attributes_read))
+        yield attributes_read
 
 
 @contextlib.contextmanager
-def _record_missing(block: nn.Module, read: set[AttributeLocation]) -> Iterator[None]:
+def _record_missing(block: nn.Module, attributes_read: set[AttributeLocation]) -> Iterator[None]:
     """Record reads of attributes that are missing (`getattr(self, "scale", 1.0)`) or None: a later call may find a
     parameter or a buffer there."""
     paths = {id(m): path for path, m in block.named_modules()}
@@ -171,10 +171,10 @@ def _record_missing(block: nn.Module, read: set[AttributeLocation]) -> Iterator[
             value = original(self, name)
         except AttributeError:
             if id(self) in paths and not name.startswith(("_", "torchdynamo_")):  # Dynamo's own lookups
-                read.add(AttributeLocation(paths[id(self)], name))
+                attributes_read.add(AttributeLocation(paths[id(self)], name))
             raise
         if value is None and id(self) in paths:
-            read.add(AttributeLocation(paths[id(self)], name))
+            attributes_read.add(AttributeLocation(paths[id(self)], name))
         return value
 
     nn.Module.__getattr__ = get  # type: ignore[method-assign]
@@ -185,7 +185,7 @@ def _record_missing(block: nn.Module, read: set[AttributeLocation]) -> Iterator[
 
 
 @contextlib.contextmanager
-def _record_modes(block: nn.Module, read: set[AttributeLocation]) -> Iterator[None]:
+def _record_modes(block: nn.Module, attributes_read: set[AttributeLocation]) -> Iterator[None]:
     """Record reads of `training`. The mode of a module outside of the block counts as the block's own, since both
     usually change together. Code that uses reflection counts as reading the block's mode."""
     inside = {id(m): (AttributeLocation(path, "training"), m.training) for path, m in block.named_modules()}
@@ -195,20 +195,20 @@ def _record_modes(block: nn.Module, read: set[AttributeLocation]) -> Iterator[No
         def __get__(self, owner: Any, cls: type) -> Any:
             if owner is None or "training" not in vars(owner):
                 raise AttributeError("training")
-            where, before = inside.get(id(owner), (BLOCK_MODE, None))
+            location, before = inside.get(id(owner), (BLOCK_MODE, None))
             value = vars(owner)["training"]
             if (before is None or value is before) and threading.get_ident() == reader:
-                read.add(where)
+                attributes_read.add(location)
             return value
 
         def __set__(self, owner: Any, value: Any) -> None:
-            where, before = inside.get(id(owner), (BLOCK_MODE, None))
+            location, before = inside.get(id(owner), (BLOCK_MODE, None))
             if value is before and threading.get_ident() == reader:
-                read.add(where)
+                attributes_read.add(location)
             vars(owner)["training"] = value
 
     if _REFLECTION & set(trace_closure(collect_code(block)).names):
-        read.add(BLOCK_MODE)
+        attributes_read.add(BLOCK_MODE)
     outer = vars(nn.Module).get("training")
     nn.Module.training = Mode()  # type: ignore[assignment]
     try:
@@ -248,7 +248,7 @@ class _RecordingAttribute:
 
     def __get__(self, owner: Any, cls: type) -> Any:
         if owner is None:  # `Block.temperature`
-            self.read |= {where for where, _ in self.locations.values()}
+            self.read |= {location for location, _ in self.locations.values()}
             value = self.default
         else:
             value = _instance_dict(owner).get(self.name, self.default)
@@ -267,23 +267,23 @@ class _RecordingAttribute:
         del _instance_dict(owner)[self.name]
 
 
-def find_owner(block: nn.Module, where: AttributeLocation) -> Any:
+def find_owner(block: nn.Module, location: AttributeLocation) -> Any:
     """Return the object that holds an attribute, or None if it is gone."""
-    return find_holders(block, where)[-1][1]
+    return find_holders(block, location)[-1][1]
 
 
-def find_holders(block: nn.Module, where: AttributeLocation) -> list[tuple[str, Any]]:
+def find_holders(block: nn.Module, location: AttributeLocation) -> list[tuple[str, Any]]:
     """Return the objects on the path to an attribute, each with its name in its holder; None if one is gone."""
-    if where.module.startswith("@"):
-        owner: Any = sys.modules.get(where.module[1:])
+    if location.module.startswith("@"):
+        owner: Any = sys.modules.get(location.module[1:])
     else:
         try:
-            owner = block.get_submodule(where.module)
+            owner = block.get_submodule(location.module)
         except AttributeError:
             owner = None
     holders = [("", owner)]
-    if where.inner:
-        for name in [where.name, *where.inner.split(".")[:-1]]:
+    if location.inner:
+        for name in [location.name, *location.inner.split(".")[:-1]]:
             holders.append((name, getattr(holders[-1][1], name, None)))
     return holders
 

@@ -141,8 +141,8 @@ def _list_defaults_and_closure(function: types.FunctionType) -> list[Any]:
 
 def _numbers(value: Any) -> list[float]:
     """Return the number itself, or the numbers in a container."""
-    several = value if type(value) in (tuple, frozenset, list, set) else (value,)
-    return [n for n in several if type(n) in (int, float)]
+    values = value if type(value) in (tuple, frozenset, list, set) else (value,)
+    return [n for n in values if type(n) in (int, float)]
 
 
 def _with_nested(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -59,11 +59,11 @@ def require_same_choice(choice: RoutingChoice, saved: Sequence[Any]) -> None:
     Free of cost while the tensors are identical. On a GPU the host reads the result after the whole backward is
     enqueued; `backward()` raises then.
     """
-    now = tuple(saved[i] for i in choice.positions)
-    if any(type(t) is not Tensor for t in now):
+    current = tuple(saved[i] for i in choice.positions)
+    if any(type(t) is not Tensor for t in current):
         return
-    if any(a is not b for a, b in zip(now, choice.tensors, strict=True)):
-        _compare(choice, now)
+    if any(a is not b for a, b in zip(current, choice.tensors, strict=True)):
+        _compare(choice, current)
 
 
 def observe_pft(pft: Sequence[Tensor]) -> None:
@@ -74,14 +74,14 @@ def observe_pft(pft: Sequence[Tensor]) -> None:
     closure = {name: cell.cell_contents for name, cell in zip(pack.__code__.co_freevars, pack.__closure__, strict=True)}
     tensors = pft[0], pft[2]
     if "target_frame_ref" in closure:
-        known = vars(closure["target_frame_ref"]()).get(_CHOICES, {})
-        index = known.setdefault(closure["gid"], 0)  # PFTs that this recomputation has built so far
-        known[closure["gid"]] += 1
-        if index < len(known[_FORWARD]):
-            _compare(known[_FORWARD][index], tensors)
+        choices = vars(closure["target_frame_ref"]()).get(_CHOICES, {})
+        index = choices.setdefault(closure["gid"], 0)  # PFTs that this recomputation has built so far
+        choices[closure["gid"]] += 1
+        if index < len(choices[_FORWARD]):
+            _compare(choices[_FORWARD][index], tensors)
     elif "frame" in closure:
-        known = vars(closure["frame"]).setdefault(_CHOICES, {_FORWARD: []})
-        known[_FORWARD].append(RoutingChoice(running.block or "moefx::build_pft", (), tensors))
+        choices = vars(closure["frame"]).setdefault(_CHOICES, {_FORWARD: []})
+        choices[_FORWARD].append(RoutingChoice(running.block or "moefx::build_pft", (), tensors))
 
 
 def _top_pack_hook() -> Any:
@@ -96,13 +96,13 @@ def _top_pack_hook() -> Any:
     return pack if is_checkpoint and pack.__closure__ else None
 
 
-def _compare(choice: RoutingChoice, now: Sequence[Tensor]) -> None:
+def _compare(choice: RoutingChoice, current: Sequence[Tensor]) -> None:
     with torch.no_grad():
-        differs = _differs(choice.tensors, now)
+        differs = _differs(choice.tensors, current)
     if isinstance(differs, Tensor) and not _is_on_host(differs):
-        _raise_after_backward(choice, now, differs)
+        _raise_after_backward(choice, current, differs)
     elif differs:
-        raise _error(choice, now)
+        raise _error(choice, current)
 
 
 def _is_on_host(tensor: Tensor) -> bool:
@@ -113,12 +113,12 @@ def _is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def _differs(first: Sequence[Tensor], now: Sequence[Tensor]) -> Tensor | bool:
+def _differs(first: Sequence[Tensor], current: Sequence[Tensor]) -> Tensor | bool:
     """Return whether two routings differ in a valid row. The tail behind the last offset may hold anything."""
-    if any(a.shape != b.shape for a, b in zip(first, now, strict=True)):
+    if any(a.shape != b.shape for a, b in zip(first, current, strict=True)):
         return True
     *tokens, offsets = first
-    *tokens_now, offsets_now = now
+    *tokens_now, offsets_now = current
     differs = (offsets != offsets_now).any()
     for a, b in zip(tokens, tokens_now, strict=True):
         row = torch.arange(a.shape[0], dtype=offsets.dtype, device=a.device)
@@ -126,24 +126,24 @@ def _differs(first: Sequence[Tensor], now: Sequence[Tensor]) -> Tensor | bool:
     return differs
 
 
-def _raise_after_backward(choice: RoutingChoice, now: Sequence[Tensor], differs: Tensor) -> None:
+def _raise_after_backward(choice: RoutingChoice, current: Sequence[Tensor], differs: Tensor) -> None:
     if _is_capturing():  # a replay runs without the host
         torch.ops.aten._assert_async.msg(~differs, str(_error(choice, None)))
         return
 
     def check() -> None:
         if differs:
-            raise _error(choice, now)
+            raise _error(choice, current)
 
     torch.autograd.Variable._execution_engine.queue_callback(check)
 
 
-def _error(choice: RoutingChoice, now: Sequence[Tensor] | None) -> RecomputedChoice:
+def _error(choice: RoutingChoice, current: Sequence[Tensor] | None) -> RecomputedChoice:
     seen = "other rows"
-    if now is not None and len(now) == len(choice.tensors) == 2:
-        first, again = (_number_pairs(*tensors) for tensors in (choice.tensors, now))
-        changed = int((~torch.isin(first, again)).sum())
-        seen = f"{changed} of {first.numel()} rows to other experts"
+    if current is not None and len(current) == len(choice.tensors) == 2:
+        first, second = (_number_pairs(*tensors) for tensors in (choice.tensors, current))
+        num_changed = int((~torch.isin(first, second)).sum())
+        seen = f"{num_changed} of {first.numel()} rows to other experts"
     return RecomputedChoiceError(
         f"{choice.name}: the forward was run again for the backward, and routed {seen} than the first time; the "
         "gradients would be wrong. The router must read the same values in both: move its bias after the backward or "

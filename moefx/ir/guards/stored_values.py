@@ -38,15 +38,17 @@ MISSING = Missing.MISSING
 # ---------------------------------------------------------------------- kinds of values
 def attributes_of(obj: Any) -> dict[str, Any]:
     """Return the attributes of an instance and those that its classes define. Classes of torch are left out."""
-    shared: dict[str, Any] = {}
+    class_attributes: dict[str, Any] = {}
     classes = obj.__mro__ if isinstance(obj, type) else type(obj).__mro__
     for cls in reversed(classes):
         if not cls.__module__.startswith(("torch.", "builtins")):
-            shared |= {k: v for k, v in vars(cls).items() if not k.startswith("__") and _is_class_attribute(v)}
+            class_attributes |= {
+                k: v for k, v in vars(cls).items() if not k.startswith("__") and _is_class_attribute(v)
+            }
     if isinstance(obj, type):
-        return shared
+        return class_attributes
     slots = [name for cls in type(obj).__mro__ for name in vars(cls).get("__slots__", ()) if hasattr(obj, name)]
-    return {**shared, **{name: getattr(obj, name) for name in slots}, **getattr(obj, "__dict__", {})}
+    return {**class_attributes, **{name: getattr(obj, name) for name in slots}, **getattr(obj, "__dict__", {})}
 
 
 def _is_class_attribute(value: Any) -> bool:
@@ -98,8 +100,8 @@ class StoredTensor:
         self.tensor = tensor
         self.version = 0 if tensor.is_inference() else tensor._version
 
-    def holds(self, now: Any) -> bool:
-        return now is self.tensor and (now.is_inference() or now._version == self.version)
+    def holds(self, value: Any) -> bool:
+        return value is self.tensor and (value.is_inference() or value._version == self.version)
 
     def __repr__(self) -> str:
         return f"a tensor of version {self.version}"
@@ -118,8 +120,8 @@ class StoredClass:
     def __init__(self, obj: Any):
         self.cls = type(obj)
 
-    def holds(self, now: Any) -> bool:
-        return type(now) is self.cls
+    def holds(self, value: Any) -> bool:
+        return type(value) is self.cls
 
     def __repr__(self) -> str:
         return f"a {self.cls.__name__}"
@@ -132,10 +134,10 @@ class StoredFieldNames(StoredClass):
         super().__init__(obj)
         self.names, self.count = _public_fields(obj), len(getattr(obj, "__dict__", ()))
 
-    def holds(self, now: Any) -> bool:
-        if not super().holds(now):
+    def holds(self, value: Any) -> bool:
+        if not super().holds(value):
             return False
-        return len(getattr(now, "__dict__", ())) == self.count or _public_fields(now) == self.names
+        return len(getattr(value, "__dict__", ())) == self.count or _public_fields(value) == self.names
 
     def __repr__(self) -> str:
         return f"a {self.cls.__name__} with {', '.join(sorted(self.names)) or 'nothing'}"
@@ -148,9 +150,9 @@ class StoredObject(StoredFieldNames):
         super().__init__(obj)
         self.fields = {k: snapshot(v, depth) for k, v in attributes_of(obj).items() if can_snapshot(v, depth)}
 
-    def holds(self, now: Any) -> bool:
-        fields = attributes_of(now)
-        return super().holds(now) and all(is_same(fields.get(k, MISSING), v) for k, v in self.fields.items())
+    def holds(self, value: Any) -> bool:
+        fields = attributes_of(value)
+        return super().holds(value) and all(is_same(fields.get(k, MISSING), v) for k, v in self.fields.items())
 
     def __repr__(self) -> str:
         return f"{self.cls.__name__}({', '.join(f'{k}={v!r}' for k, v in self.fields.items())})"
@@ -168,8 +170,8 @@ class StoredForward(StoredClass):
         super().__init__(obj)
         self.forward = getattr(self.cls, "forward", None)
 
-    def holds(self, now: Any) -> bool:
-        return getattr(type(now), "forward", None) is self.forward
+    def holds(self, value: Any) -> bool:
+        return getattr(type(value), "forward", None) is self.forward
 
     def __getstate__(self) -> type:
         return self.cls
@@ -184,8 +186,8 @@ class StoredSequence:
     def __init__(self, things: Any, depth: int):
         self.cls, self.items = type(things), [snapshot(v, depth) for v in things]
 
-    def holds(self, now: Any) -> bool:
-        return type(now) is self.cls and is_same(list(now), self.items)
+    def holds(self, value: Any) -> bool:
+        return type(value) is self.cls and is_same(list(value), self.items)
 
     def __repr__(self) -> str:
         return f"{self.cls.__name__}({self.items!r})"
@@ -197,10 +199,10 @@ class StoredArray:
     def __init__(self, array: Any):
         self.array = array.copy()
 
-    def holds(self, now: Any) -> bool:
+    def holds(self, value: Any) -> bool:
         before = self.array
-        is_alike = type(now) is type(before) and (now.shape, now.dtype) == (before.shape, before.dtype)
-        return is_alike and now.tobytes() == before.tobytes()
+        is_alike = type(value) is type(before) and (value.shape, value.dtype) == (before.shape, before.dtype)
+        return is_alike and value.tobytes() == before.tobytes()
 
     def __repr__(self) -> str:
         return repr(self.array)

@@ -227,9 +227,9 @@ def read_counts(
     received = [[numbers[:-NUM_WORDS] for numbers in by_chunk] for by_chunk in received]
     if any(by_chunk[0][-1] != fingerprint for by_chunk in received):
         ranks = dist.get_process_group_ranks(process_group)
-        others = [rank for rank, by_chunk in zip(ranks, received, strict=True) if by_chunk[0][-1] != fingerprint]
+        unequal = [rank for rank, by_chunk in zip(ranks, received, strict=True) if by_chunk[0][-1] != fingerprint]
         raise RanksLost(
-            f"rank {dist.get_rank()} and {format_ranks(others)} run different programs for one block: give all ranks "
+            f"rank {dist.get_rank()} and {format_ranks(unequal)} run different programs for one block: give all ranks "
             "that share experts the same dtypes, number of features, autocast, numbers among the arguments, and "
             "attributes of modules"
         )

@@ -71,8 +71,8 @@ def expert_mlp(
         out = token_routing.combine.reference(out, None, call.token_ids, call.expert_offsets, call.inverse)
     if stash_rows is not None:
         return [out, make_missed_ticket(out.device)]
-    kept = {"h": hidden, "all": [*hidden, act]}.get(keep, [])
-    return [out, *kept]
+    saved = {"h": hidden, "all": [*hidden, act]}.get(keep, [])
+    return [out, *saved]
 
 
 def _activation(call: ExpertMlpCall, hidden: Sequence[Tensor]) -> Tensor:
@@ -214,13 +214,13 @@ def unit_environment(call: ExpertMlpCall) -> dict[str, Tensor]:
 
 
 def _matrix_factors(
-    call: ExpertMlpCall, grad: Tensor, kept: Sequence[Tensor], reduce: bool
+    call: ExpertMlpCall, grad: Tensor, kept_rows: Sequence[Tensor], reduce: bool
 ) -> tuple[Sequence[Tensor], Tensor, Tensor]:
     """Return the gradients of the up-projections, the activation, and the gradient of y, from the extra results of part
     "rows"."""
-    *grad_up, act = kept[: len(call.up) + 1]
-    if len(kept) > len(call.up) + 1:
-        return grad_up, act, kept[-1]
+    *grad_up, act = kept_rows[: len(call.up) + 1]
+    if len(kept_rows) > len(call.up) + 1:
+        return grad_up, act, kept_rows[-1]
     return grad_up, act, (grad.index_select(0, call.token_ids) if reduce else grad).to(call.dtype)
 
 
@@ -306,32 +306,32 @@ def _(autocast, x, *args, dtype=None, **kwargs):
 
 def _save(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> None:
     ctx.kwargs = {"keep": "h", **kwargs}
-    kept = list(outputs[1:])
-    ctx.mark_non_differentiable(*kept)
-    ctx.sizes = [len(tensors) for tensors in (*args[5:9], kept)]
+    kept_rows = list(outputs[1:])
+    ctx.mark_non_differentiable(*kept_rows)
+    ctx.sizes = [len(tensors) for tensors in (*args[5:9], kept_rows)]
     # The parameters themselves, so that an in-place update before the backward is noticed.
-    ctx.save_for_backward(*args[:5], *(t for tensors in (*args[5:9], kept) for t in tensors))
+    ctx.save_for_backward(*args[:5], *(t for tensors in (*args[5:9], kept_rows) for t in tensors))
 
 
 def _gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
     saved = iter(unpack_saved(ctx))
-    fixed = [next(saved) for _ in range(5)]
+    inputs = [next(saved) for _ in range(5)]
     lists = [[next(saved) for _ in range(size)] for size in ctx.sizes]
-    up, up_bias, down, down_bias, kept = lists
+    up, up_bias, down, down_bias, kept_rows = lists
     needs, kwargs = [ctx.needs[0], *ctx.needs[4:9]], ctx.kwargs
-    later: Any = ctx.next_functions[-1][0] if any(ctx.needs[9:]) else None
-    if later is not None and later.name() != "weights_laterBackward":
-        later = None  # Dynamo cut the graph between the two: another node stands there
-    is_delayed = later is None and not (needs[2] or needs[4]) and (ctx.needs_later[5] or ctx.needs_later[7])
+    later_node: Any = ctx.next_functions[-1][0] if any(ctx.needs[9:]) else None
+    if later_node is not None and later_node.name() != "weights_laterBackward":
+        later_node = None  # Dynamo cut the graph between the two: another node stands there
+    is_delayed = later_node is None and not (needs[2] or needs[4]) and (ctx.needs_later[5] or ctx.needs_later[7])
     if is_delayed:  # another backward needs the matrices; sums for biases are cheap now
         needs[3], needs[5] = (ctx.needs[i] or ctx.needs_later[i] for i in (6, 8))
-    if later is not None or is_delayed:
+    if later_node is not None or is_delayed:
         needs[2] = needs[4] = False
         kwargs = {**kwargs, "part": "rows"}
-    if kept and kwargs.get("stash_rows") is None and is_last_use(kept):
+    if kept_rows and kwargs.get("stash_rows") is None and is_last_use(kept_rows):
         kwargs = {**kwargs, "overwrite": True}
-        torch.autograd.graph.increment_version(kept)  # other nodes that saved them will raise
-    results = iter(expert_mlp_backward(grads[0], *fixed, *lists, **kwargs, needs=needs))
+        torch.autograd.graph.increment_version(kept_rows)  # other nodes that saved them will raise
+    results = iter(expert_mlp_backward(grads[0], *inputs, *lists, **kwargs, needs=needs))
     body = ExpertBody.from_json(ctx.kwargs["body"])
     biased = [g for g in body.up if g.bias]
     grad_x = next(results) if needs[0] else None
@@ -340,9 +340,9 @@ def _gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
     grad_up_bias = _take_group(results, up_bias, biased, 1, needs[3])
     grad_down = _take_group(results, down, (body.down,), 2, needs[4])
     grad_down_bias = _take_group(results, down_bias, (body.down,) if body.down.bias else (), 1, needs[5])
-    ending = [None] * (len(ctx.needs) - 9)
-    gradients = [grad_x, None, None, None, grad_w, grad_up, grad_up_bias, grad_down, grad_down_bias, *ending]
-    if later is None and not is_delayed:
+    no_gradients = [None] * (len(ctx.needs) - 9)
+    gradients = [grad_x, None, None, None, grad_w, grad_up, grad_up_bias, grad_down, grad_down_bias, *no_gradients]
+    if later_node is None and not is_delayed:
         return gradients
     factors, all_parts = list(results), ctx.kwargs
 
@@ -350,7 +350,7 @@ def _gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
     # alone, the graph holds the factors until it is freed.
     def compute_matrices(need_up: bool, need_down: bool) -> Sequence[Any]:
         needs = [False, False, need_up, False, need_down, False]
-        arguments = (grads[0], *fixed, *lists[:4], factors)
+        arguments = (grads[0], *inputs, *lists[:4], factors)
         weight_gradients = iter(expert_mlp_backward(*arguments, **all_parts, needs=needs, part="weights"))
         return _take_group(weight_gradients, up, body.up, 2, need_up), _take_group(
             weight_gradients, down, (body.down,), 2, need_down
@@ -361,11 +361,11 @@ def _gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
         def compute_delayed(needs: Sequence[bool]) -> Sequence[Any]:
             of_up, of_down = compute_matrices(needs[5], needs[7])
             of_biases = [g and [b.clone() for b in g] for g in (grad_up_bias, grad_down_bias)]  # it may run again
-            return [None] * 5 + [of_up, of_biases[0], of_down, of_biases[1], *ending]
+            return [None] * 5 + [of_up, of_biases[0], of_down, of_biases[1], *no_gradients]
 
         ctx.delayed = DelayedGradients(range(5, len(ctx.needs)), compute_delayed)
         return gradients
-    later.compute_matrices = compute_matrices  # pyright: ignore[reportOptionalMemberAccess]
+    later_node.compute_matrices = compute_matrices  # pyright: ignore[reportOptionalMemberAccess]
     return [*gradients[:9], up[0].new_empty(0)]
 
 

@@ -39,7 +39,7 @@ def format_shape(shape: Sequence[Any]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
-def check_equal(known: Any, size: Any, op: str, name: str, shape: Any, dims: Sequence[str], letter: str) -> None:
+def check_equal(other: Any, size: Any, op: str, name: str, shape: Any, dims: Sequence[str], letter: str) -> None:
     """Check that a letter has one size.
 
     Raises:
@@ -47,10 +47,10 @@ def check_equal(known: Any, size: Any, op: str, name: str, shape: Any, dims: Seq
     """
 
     def message() -> str:
-        return f"{op}: {name} has shape {format_shape(shape)} for [{','.join(dims)}], but {letter} is {known} elsewhere"
+        return f"{op}: {name} has shape {format_shape(shape)} for [{','.join(dims)}], but {letter} is {other} elsewhere"
 
-    if isinstance(known, int) and isinstance(size, int):
-        if known != size:
+    if isinstance(other, int) and isinstance(size, int):
+        if other != size:
             raise InvalidInput(message())
     else:
-        torch._check(known == size, message)
+        torch._check(other == size, message)

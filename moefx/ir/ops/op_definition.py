@@ -141,9 +141,9 @@ class Op:
                     continue
                 if letter == "E+1":
                     letter, size = "E", size - 1
-                known = sizes.setdefault(letter, size)
-                if known is not size:
-                    check_equal(known, size, f"moefx::{self.name}", name, shape, dims, letter)
+                other = sizes.setdefault(letter, size)
+                if other is not size:
+                    check_equal(other, size, f"moefx::{self.name}", name, shape, dims, letter)
 
     # -- registration around the implementation
 

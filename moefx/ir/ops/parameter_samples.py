@@ -53,8 +53,8 @@ def select(sampler: Sampler) -> None:
 
 def take_sampler(number: int) -> Sampler | None:
     """Return the selected sampler, else the next one with this number."""
-    selected, _selected.sampler = getattr(_selected, "sampler", None), None
-    if selected is not None and (sampler := selected()) is not None and sampler.number == number:
+    sampler_ref, _selected.sampler = getattr(_selected, "sampler", None), None
+    if sampler_ref is not None and (sampler := sampler_ref()) is not None and sampler.number == number:
         return sampler
     refs = _samplers.get(number)
     if not refs:

@@ -50,15 +50,15 @@ def allocate(group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> 
     """
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    own = _allocate_own(num_bytes, device)
+    own_buffer = _allocate_own(num_bytes, device)
     # torch 2.11 clears the signals and copies the table of addresses on the default stream, and waits for neither.
     # Another rank's signal, or a barrier of another stream, could come first.
     torch.cuda.synchronize(device)
-    handle = symmetric_memory.rendezvous(own, group)
+    handle = symmetric_memory.rendezvous(own_buffer, group)
     torch.cuda.synchronize(device)
     buffers = [handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(group.size())]
     milliseconds = round(1e3 * _get_timeout(group, device))
-    return SharedBuffers(buffers, lambda: handle.barrier(channel=0, timeout_ms=milliseconds), (own, handle))
+    return SharedBuffers(buffers, lambda: handle.barrier(channel=0, timeout_ms=milliseconds), (own_buffer, handle))
 
 
 def _allocate_own(num_bytes: int, device: torch.device) -> Tensor:
@@ -133,14 +133,14 @@ class PeerMemory:
         layout = Layout([*map(Column.of, columns)])
         shape = num_rows, layout.num_bytes
         self.reserve(max(1, room * layout.num_bytes))
-        group, filled = self._group(), columns[0].shape[0]
+        group, num_filled = self._group(), columns[0].shape[0]
         assert group is not None
         peers = [layout.views(buffer[: math.prod(shape)].view(shape)) for buffer in self._shared.buffers]
-        own = peers[group.rank()]
-        padding = [rows[filled:] for rows in own if filled < num_rows and not rows.dtype.is_floating_point]
+        own_rows = peers[group.rank()]
+        padding = [rows[num_filled:] for rows in own_rows if num_filled < num_rows and not rows.dtype.is_floating_point]
         if len(self._views) >= _MAX_VIEWS:
             self._views.clear()
-        views = self._views[key] = _PeerViews(peers, [rows[:filled] for rows in own], padding)
+        views = self._views[key] = _PeerViews(peers, [rows[:num_filled] for rows in own_rows], padding)
         return views
 
     def wait_for_all(self) -> None:
@@ -157,7 +157,7 @@ class PeerMemory:
     def _order_streams(self) -> None:
         """Let the current stream wait for the exchange before, if that ran in another stream."""
         if self._is_capturing():  # a capture begins when the device has finished
-            if not any(shared is self._shared for shared in self._captured):
+            if not any(memory is self._shared for memory in self._captured):
                 self._captured.append(self._shared)
             return
         stream = torch.cuda.current_stream(self._device.index)
@@ -175,8 +175,8 @@ _memories: dict[str, tuple[weakref.ref[dist.ProcessGroup], PeerMemory]] = {}  # 
 def open_peer_memory(name: str, device: torch.device) -> PeerMemory:
     """Return the memory of the process group with this name."""
     group = get_group(name)
-    known, memory = _memories.get(name, (None, None))
-    if memory is None or known is None or known() is not group:  # another group had the name
+    group_ref, memory = _memories.get(name, (None, None))
+    if memory is None or group_ref is None or group_ref() is not group:  # another group had the name
         memory = PeerMemory(group, device)
         _memories[name] = weakref.ref(group), memory
     return memory
@@ -218,12 +218,12 @@ def find_obstacle(name: str, device_type: str) -> str | None:
 
 def _try_on_all_ranks(group: dist.ProcessGroup, step: Callable[[], object]) -> str | None:
     """Return the first error that a rank has met, or None. Collective."""
-    found = None
+    obstacle = None
     try:
         step()
     except (RuntimeError, ImportError) as error:
         first_line = str(error).partition("\n")[0]
-        found = f"the GPUs cannot read each other's memory ({first_line})"
-    everywhere: list[str | None] = [None] * group.size()
-    dist.all_gather_object(everywhere, found, group=group)
-    return next(filter(None, everywhere), None)
+        obstacle = f"the GPUs cannot read each other's memory ({first_line})"
+    obstacles: list[str | None] = [None] * group.size()
+    dist.all_gather_object(obstacles, obstacle, group=group)
+    return next(filter(None, obstacles), None)

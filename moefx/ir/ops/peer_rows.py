@@ -59,8 +59,8 @@ def add_rows(peers: list[Tensor], place: Tensor, *, experts_per_rank: int, first
     rows, ranks = slice(first_row, first_row + place.shape[0]), destination_rank(place, experts_per_rank)
     wide = torch.promote_types(peers[0].dtype, torch.float32)
     total = torch.zeros((place.shape[0], peers[0].shape[1]), dtype=wide, device=place.device)
-    for rank, theirs in enumerate(peers):
-        total += torch.where((ranks == rank).any(1)[:, None], theirs[rows], 0)
+    for rank, peer_rows in enumerate(peers):
+        total += torch.where((ranks == rank).any(1)[:, None], peer_rows[rows], 0)
     return total.to(peers[0].dtype)
 
 
@@ -100,10 +100,10 @@ def pull_tokens(
     with shared_columns([*tokens, *choices, place], rows, group, room=rows * size) as peers:
         *values, places = (torch.cat(columns) for columns in zip(*(p[len(tokens) :] for p in peers), strict=True))
         slots = places - first_place
-        pulled = [
+        token_columns = [
             read_rows([p[i] for p in peers], slots, experts_per_rank=experts_per_rank) for i in range(len(tokens))
         ]
-    return [*pulled, slots, *values]
+    return [*token_columns, slots, *values]
 
 
 @op(
@@ -193,13 +193,13 @@ def _save_pull(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: S
 
 def _pull_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
     # Every rank takes part in the exchange, even without a gradient of its own.
-    known = [
+    present_grads = [
         torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad.to(dtype)
         for grad, (shape, dtype, device) in zip(grads, ctx.outputs, strict=True)
         if dtype.is_floating_point
     ]
     (place,) = unpack_saved(ctx)
-    gradients = iter(pull_tokens_backward(known, place, **ctx.kwargs))
+    gradients = iter(pull_tokens_backward(present_grads, place, **ctx.kwargs))
     of_tokens, of_choices = ([next(gradients) if float else None for float in floats] for floats in ctx.floats)
     return of_tokens, of_choices, None, None
 

@@ -180,9 +180,9 @@ def wait_rows(
         order of the parts and of their source ranks.
     """
     layout = layout_of_rows(tokens, choices, place, num_slots=num_slots, dedup=dedup).columns
-    arrived = [wait(part) for part in sent]
+    buffers = [wait(part) for part in sent]
     named = {"dtypes": [c.dtype_name for c in layout], "widths": [c.width for c in layout]}
-    *columns, places = split_columns(arrived, **named, places=True)
+    *columns, places = split_columns(buffers, **named, places=True)
     return [*columns[: len(tokens)], places, *columns[len(tokens) :]]
 
 
@@ -339,12 +339,12 @@ def _save_wait_rows(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outpu
 def _wait_rows_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
     saved, num = unpack_saved(ctx), ctx.num_parts
     # Every rank takes part in the collective, even without gradients.
-    known = [
+    present_grads = [
         torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
         for grad, (shape, dtype, device) in zip(grads, ctx.outputs, strict=True)
         if dtype.is_floating_point
     ]
-    sent = wait_rows_backward(known, list(saved[:num]), list(saved[num:]), groups=ctx.groups)
+    sent = wait_rows_backward(present_grads, list(saved[:num]), list(saved[num:]), groups=ctx.groups)
     return None, sent, *(None,) * 4
 
 

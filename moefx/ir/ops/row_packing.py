@@ -100,8 +100,8 @@ def pack_rows(
     token, slot = (ids[:room].to(torch.int64) for ids in (token_ids, slot_ids))
     destination = place[token, slot][:, None]
     if dedup:
-        local, there = place[token], torch.div(destination, num_slots, rounding_mode="floor")
-        is_there = torch.div(local, num_slots, rounding_mode="floor") == there
+        local, destination_rank = place[token], torch.div(destination, num_slots, rounding_mode="floor")
+        is_there = torch.div(local, num_slots, rounding_mode="floor") == destination_rank
         local = (local % num_slots).masked_fill_(~is_there, -1)
     else:
         local = destination % num_slots

@@ -35,8 +35,8 @@ def shard_tokens(x: Tensor, *, rank: int, size: int, group: str) -> Tensor:
 def unshard_tokens(part: Tensor, *, num_tokens: int, rank: int, size: int, group: str, gradients: str) -> Tensor:
     """Gather the shards of all ranks, [S,D]. Differentiable; the module describes `gradients`."""
     padded = _pad_rows(part, _shard_length(num_tokens, size))
-    whole = wait(torch.ops._c10d_functional.all_gather_into_tensor(padded, size, group))
-    return whole[:num_tokens].clone() if whole.shape[0] > num_tokens else whole
+    tokens = wait(torch.ops._c10d_functional.all_gather_into_tensor(padded, size, group))
+    return tokens[:num_tokens].clone() if tokens.shape[0] > num_tokens else tokens
 
 
 @op("sum_shards(Tensor x, *, int rank, int size, str group) -> Tensor", contract="x[S,D] -> part[_,D]")

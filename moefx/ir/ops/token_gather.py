@@ -50,15 +50,15 @@ def agree_length(place: Tensor, *, fingerprint: int, host_group: str) -> Tensor:
     refuse_capture(place, "agrees on the number of tokens between hosts", "Plan(max_tokens=...)")
     group = get_group(host_group)
     length_and_fingerprint = torch.tensor([place.shape[0], fingerprint], dtype=torch.int64)
-    others = [torch.empty_like(length_and_fingerprint) for _ in range(group.size())]
+    answers = [torch.empty_like(length_and_fingerprint) for _ in range(group.size())]
     with raise_ranks_lost():
-        dist.all_gather(others, length_and_fingerprint, group=group)
-    numbers = torch.stack(others)
+        dist.all_gather(answers, length_and_fingerprint, group=group)
+    numbers = torch.stack(answers)
     if bool((numbers[:, 1] != fingerprint).any()):
         ranks = dist.get_process_group_ranks(group)
-        wrong = [ranks[i] for i in (numbers[:, 1] != fingerprint).nonzero()[:, 0].tolist()]
+        other_ranks = [ranks[i] for i in (numbers[:, 1] != fingerprint).nonzero()[:, 0].tolist()]
         raise RanksLost(
-            f"rank {dist.get_rank()} and {format_ranks(wrong)} run different programs of this block: give all "
+            f"rank {dist.get_rank()} and {format_ranks(other_ranks)} run different programs of this block: give all "
             "ranks the same model, mode, dtypes and arguments"
         )
     return numbers[:, 0].amax().reshape(1)
@@ -287,8 +287,8 @@ def _save_gather(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs:
 
 
 def _gather_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
-    known = [g for g in grads[ctx.num_sent :] if g is not None]
-    gradients = iter(gather_tokens_backward(known, num_tokens=ctx.num_tokens))
+    present_grads = [g for g in grads[ctx.num_sent :] if g is not None]
+    gradients = iter(gather_tokens_backward(present_grads, num_tokens=ctx.num_tokens))
     of_tokens, of_choices = ([next(gradients) if float else None for float in floats] for floats in ctx.floats)
     return of_tokens, of_choices, None, None
 
@@ -308,12 +308,12 @@ def _save_wait_gathered(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], o
 
 def _wait_gathered_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
     # Every rank takes part in the collective, even without a gradient of its own.
-    known = [
+    present_grads = [
         torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
         for grad, (shape, dtype, device) in zip(grads, ctx.outputs, strict=True)
         if dtype.is_floating_point
     ]
-    sent = iter(wait_gathered_backward(known, list(unpack_saved(ctx)), **ctx.kwargs))
+    sent = iter(wait_gathered_backward(present_grads, list(unpack_saved(ctx)), **ctx.kwargs))
     return None, [next(sent) if float else None for float in ctx.floats], None, None
 
 

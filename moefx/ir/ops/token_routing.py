@@ -96,9 +96,9 @@ def padded_row_count(num_rows: Tensor | None, topk_ids: Tensor) -> int:
     and caches by size can reuse blocks."""
     if num_rows is None:
         return topk_ids.numel()
-    wanted = int(num_rows)
-    step = 1 << max(0, wanted.bit_length() - 7)
-    return min(-(-wanted // step) * step, topk_ids.numel())
+    min_rows = int(num_rows)
+    step = 1 << max(0, min_rows.bit_length() - 7)
+    return min(-(-min_rows // step) * step, topk_ids.numel())
 
 
 def _queue_order(shape: Sequence[int], weights: Tensor | None, drop: str, device: torch.device) -> Tensor:
@@ -177,8 +177,8 @@ def _gather_slots(grad: Tensor, inverse: Tensor) -> Tensor:
     if grad.shape[0] == 0:
         return grad.new_zeros((*inverse.shape, *grad.shape[1:]))
     gathered = grad.index_select(0, inverse.reshape(-1).clamp(min=0)).view(*inverse.shape, *grad.shape[1:])
-    dropped = (inverse < 0).view(*inverse.shape, *[1] * (grad.dim() - 1))
-    return gathered.masked_fill_(dropped, 0)
+    is_dropped = (inverse < 0).view(*inverse.shape, *[1] * (grad.dim() - 1))
+    return gathered.masked_fill_(is_dropped, 0)
 
 
 build_pft_backward.fake(lambda grad, inverse: grad.new_empty(inverse.shape))

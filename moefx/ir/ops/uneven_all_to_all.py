@@ -52,26 +52,26 @@ def _receive_first(rows: Tensor, sent: Sequence[int], received: Sequence[int], g
     queues behind the rows in the other direction, and the link is used in one direction at a time: it takes up to 1.4
     times as long (benchmarks/NOTES.md).
     """
-    arrived, rank, size = rows.new_empty((sum(received), *rows.shape[1:])), group.rank(), group.size()
-    parts, received_parts = rows.split(list(sent)), arrived.split(list(received))
-    others = [(rank + i) % size for i in range(1, size)]
-    works = [group.recv([received_parts[other]], other, _TAG) for other in reversed(others) if received[other]]
-    works += [group.send([parts[other]], other, _TAG) for other in others if sent[other]]
+    received_rows, rank, size = rows.new_empty((sum(received), *rows.shape[1:])), group.rank(), group.size()
+    parts, received_parts = rows.split(list(sent)), received_rows.split(list(received))
+    peers = [(rank + i) % size for i in range(1, size)]
+    works = [group.recv([received_parts[other]], other, _TAG) for other in reversed(peers) if received[other]]
+    works += [group.send([parts[other]], other, _TAG) for other in peers if sent[other]]
     received_parts[rank].copy_(parts[rank])
     for work in works:  # `wait_tensor` waits for all of them
-        torch._C._distributed_c10d._register_work(arrived, work)  # type: ignore[attr-defined]
-    return arrived
+        torch._C._distributed_c10d._register_work(received_rows, work)  # type: ignore[attr-defined]
+    return received_rows
 
 
 def _exchange_with_own_row(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> Tensor:
     """Exchange rows, with one more row from each rank to itself, so that each rank receives something. Waits."""
     own_rank = dist.get_rank(get_group(group))
     counts_with_own = [[n + (rank == own_rank) for rank, n in enumerate(counts)] for counts in (sent, received)]
-    cut = sum(sent[: own_rank + 1])
-    rows = torch.cat([rows[:cut], rows.new_zeros((1, *rows.shape[1:])), rows[cut:]])
-    arrived = wait(torch.ops._c10d_functional.all_to_all_single(rows, counts_with_own[1], counts_with_own[0], group))
-    cut = sum(received[: own_rank + 1])
-    return torch.cat([arrived[:cut], arrived[cut + 1 :]])
+    own_row = sum(sent[: own_rank + 1])
+    rows = torch.cat([rows[:own_row], rows.new_zeros((1, *rows.shape[1:])), rows[own_row:]])
+    result = wait(torch.ops._c10d_functional.all_to_all_single(rows, counts_with_own[1], counts_with_own[0], group))
+    own_row = sum(received[: own_rank + 1])
+    return torch.cat([result[:own_row], result[own_row + 1 :]])
 
 
 def wait(rows: Tensor) -> Tensor:
