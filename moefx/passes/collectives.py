@@ -67,12 +67,12 @@ def insert_collectives(
     """
     block = block.copy()
     routed = RoutedRegion.of(block)
-    if shared := routed.find_shared_values(trained):
-        names = (attribute_name(n) if n.op == "get_attr" else n.name for n in shared)
+    if shared_values := routed.find_shared_values(trained):
+        names = (attribute_name(n) if n.op == "get_attr" else n.name for n in shared_values)
         raise Refused(
             "the experts share a value: its gradient would include tokens of other ranks",
             culprits=tuple(dict.fromkeys(names))[:3],
-            source=str(shared[0].meta.get("source", "")),
+            source=str(shared_values[0].meta.get("source", "")),
             remedy="apply it before the experts, or after their sum",
         )
     exchanges = _insert_exchanges(routed, placement, routes, samples)
@@ -97,11 +97,11 @@ def _insert_exchanges(
         choices = [*choices, weights]
     fingerprint = _hash_exchange(routed, [*tokens, *choices], placement, routes)
     if routes.gathers:
-        gathered = GatheredTokens(routed, placement, routes)
+        gathered_tokens = GatheredTokens(routed, placement, routes)
         with routed.graph.inserting_before(routed.region[0]):
-            gathered.insert_gather(_insert_places(routed, placement, routes), tokens, choices, fingerprint)
-            gathered.keep_rows_in_stash()
-        return [gathered]
+            gathered_tokens.insert_gather(_insert_places(routed, placement, routes), tokens, choices, fingerprint)
+            gathered_tokens.keep_rows_in_stash()
+        return [gathered_tokens]
     chunks = [
         UnevenExchange(part, placement, routes) for part in (*(routed.copy() for _ in range(routes.chunks - 1)), routed)
     ]

@@ -177,12 +177,12 @@ class _Fusion:
     def _find_biased(self, gemm: fx.Node, bias: fx.Node | None) -> fx.Node:
         return next(iter(gemm.users)) if bias is not None else gemm
 
-    def _build_expression(self, node: Any, known: dict[fx.Node, str], parts: bool = False) -> Any:
+    def _build_expression(self, node: Any, names: dict[fx.Node, str], parts: bool = False) -> Any:
         """Return the expression of `node` over known values, parts of up-projections and the weight."""
         if not isinstance(node, fx.Node):
             return node
-        if node in known:
-            return known[node]
+        if node in names:
+            return names[node]
         if (weight := self._match_weight(node)) is not None:
             return weight
         if parts and (part := self._match_part(node)) is not None:
@@ -191,7 +191,7 @@ class _Fusion:
             raise _NotFusible(f"{_label_node(node)} is not pointwise")
         if node.target is aten.detach.default:
             raise _NotFusible("a part of the experts is detached from the gradient")
-        return _build_op_expression(node, [self._build_expression(a, known, parts) for a in node.args])
+        return _build_op_expression(node, [self._build_expression(a, names, parts) for a in node.args])
 
     def _match_weight(self, node: fx.Node) -> Any:
         """Return the expression of a column [B,1] over the routing weight alone, or None if it is no such column."""
@@ -282,9 +282,9 @@ def _remove_casts(
     def is_cast(n: fx.Node) -> bool:
         return n.target is aten._to_copy.default and n.kwargs == {"dtype": dtype}
 
-    uncast = [[get_argument(n, "self") if is_cast(n) else n for n in group] for group in parameters]
-    is_equal = all(_get_dtype(n) == dtype for group in uncast for n in group)
-    return uncast, {} if is_equal or dtype is None else {"dtype": dtype}
+    groups = [[get_argument(n, "self") if is_cast(n) else n for n in group] for group in parameters]
+    is_equal = all(_get_dtype(n) == dtype for group in groups for n in group)
+    return groups, {} if is_equal or dtype is None else {"dtype": dtype}
 
 
 def _get_dtype(node: fx.Node) -> torch.dtype | None:

@@ -78,25 +78,25 @@ def _find_first_wait(rows: fx.Node) -> fx.Node | None:
 
 def _schedule(nodes: list[fx.Node]) -> list[fx.Node]:
     """Order nodes: inputs, then the starts with their dependencies, then the rest. Waits come as late as possible."""
-    needed = _find_dependencies(nodes)
+    dependencies = _find_dependencies(nodes)
     order: dict[fx.Node, int] = {}  # node -> position
     inputs = [node for node in nodes if node.op == "placeholder"]
-    for group in (inputs, _find_ancestors_of_starts(nodes, needed), nodes):
+    for group in (inputs, _find_ancestors_of_starts(nodes, dependencies), nodes):
         while pending := [node for node in group if node not in order]:
             num_before = -1
             while num_before < len(order):  # repeat: nodes may come before their dependencies
                 num_before = len(order)
                 for node in pending:
-                    if node not in order and node.target not in _WAITS and order.keys() >= needed[node]:
+                    if node not in order and node.target not in _WAITS and order.keys() >= dependencies[node]:
                         order[node] = len(order)
-            waits = [node for node in pending if node not in order and order.keys() >= needed[node]]
+            waits = [node for node in pending if node not in order and order.keys() >= dependencies[node]]
             if waits:
-                earliest = min(waits, key=lambda wait: max(order[n] for n in needed[wait]))  # by their starts
-                order[earliest] = len(order)
+                next_wait = min(waits, key=lambda wait: max(order[n] for n in dependencies[wait]))  # by their starts
+                order[next_wait] = len(order)
     return list(order)
 
 
-def _find_ancestors_of_starts(nodes: list[fx.Node], needed: dict[fx.Node, set[fx.Node]]) -> list[fx.Node]:
+def _find_ancestors_of_starts(nodes: list[fx.Node], dependencies: dict[fx.Node, set[fx.Node]]) -> list[fx.Node]:
     """Return the starts and all nodes that they depend on."""
     ancestors: set[fx.Node] = set()
     pending = [node for node in nodes if node.target in _STARTS]
@@ -104,7 +104,7 @@ def _find_ancestors_of_starts(nodes: list[fx.Node], needed: dict[fx.Node, set[fx
         node = pending.pop()
         if node not in ancestors:
             ancestors.add(node)
-            pending += needed[node]
+            pending += dependencies[node]
     return [node for node in nodes if node in ancestors]
 
 

@@ -120,13 +120,15 @@ class PassManager:
             return
         old_nodes = {node.name: node for node in before.graph.nodes}
         fakes = _Fakes(mode, self.block)
-        changed: set[Node] = set()  # nodes with another shape or dtype than before the pass
+        changed_nodes: set[Node] = set()  # nodes with another shape or dtype than before the pass
         for node in graph.graph.nodes:
             if node.op not in ("call_function", "get_attr"):
                 continue
             old_node = old_nodes.get(node.name)
             is_same = (
-                old_node is not None and _is_same_call(node, old_node) and changed.isdisjoint(node.all_input_nodes)
+                old_node is not None
+                and _is_same_call(node, old_node)
+                and changed_nodes.isdisjoint(node.all_input_nodes)
             )
             if is_same and ("val" in node.meta or node.op == "get_attr"):
                 continue
@@ -134,11 +136,11 @@ class PassManager:
                 node.meta.pop("val", None)  # a copy of the old value: the pass declares none
             value = fakes.evaluate(node, name) if node.op == "call_function" else fakes.find(node)
             if old_node is None or _shapes(value) != _shapes(old_node.meta.get("val")):
-                changed.add(node)
+                changed_nodes.add(node)
             if value is None:
                 continue
-            if (claimed := _shapes(node.meta.get("val"))) and claimed != _shapes(value):
-                raise PassError(f"pass {name}: {node.name} is declared as {claimed} but computes {_shapes(value)}")
+            if (declared := _shapes(node.meta.get("val"))) and declared != _shapes(value):
+                raise PassError(f"pass {name}: {node.name} is declared as {declared} but computes {_shapes(value)}")
             if node.op == "call_function":
                 node.meta.setdefault("val", value)
 
@@ -178,9 +180,9 @@ class _Fakes:
 
         def value(argument: Node) -> Any:
             nonlocal missing
-            known = self.find(argument)
-            missing = missing or known is None
-            return known
+            fake = self.find(argument)
+            missing = missing or fake is None
+            return fake
 
         args, kwargs = map_arg(node.args, value), map_arg(node.kwargs, value)
         if missing or not callable(node.target) or node.target is setattr:
@@ -223,11 +225,11 @@ def _snapshot(
     total: int,
     ms: float,
 ) -> Snapshot:
-    now, then = _list_counted_nodes(graph), _list_counted_nodes(before) if before else set()
-    name, where = (
+    nodes, nodes_before = _list_counted_nodes(graph), _list_counted_nodes(before) if before else set()
+    name, location = (
         (function, "") if isinstance(function, str) else (get_pass_name(function), find_pass_location(function))
     )
-    snapshot = Snapshot(index, total, name, ms, len(now - then), len(then - now), where, graph)
+    snapshot = Snapshot(index, total, name, ms, len(nodes - nodes_before), len(nodes_before - nodes), location, graph)
     return snapshot.with_total(total)
 
 

@@ -84,10 +84,10 @@ def rewrite(match: Match, samples: SizeSamples, names: Placeholders) -> tuple[Ma
     try:
         return match, Rewriter(match, samples, names).rewrite()
     except Refused:
-        narrower = match.without_optional()
-        if narrower is None:
+        narrow_match = match.without_optional()
+        if narrow_match is None:
             raise
-        return narrower, Rewriter(narrower, samples.narrow(narrower), names).rewrite()
+        return narrow_match, Rewriter(narrow_match, samples.narrow(narrow_match), names).rewrite()
 
 
 class Rewriter:
@@ -166,10 +166,10 @@ class Rewriter:
                 roots.append(AlignedNodes(leaves))
         roots += [aligned for _, leaves in effects for aligned in leaves if isinstance(aligned, AlignedNodes)]
         roots += self._find_inputs_of_cut()
-        draws = self._find_random_draws() + self._find_skipped_calls()
+        extra_calls = self._find_random_draws() + self._find_skipped_calls()
         while True:  # a plan may find that a call must be inlined, which changes the calls around it
             before = set(self.residual.walk.inlined)
-            plan = self.residual.walk.plan(roots + self._outside_calls(draws))
+            plan = self.residual.walk.plan(roots + self._outside_calls(extra_calls))
             if self.residual.walk.inlined == before:
                 return plan
 
@@ -203,10 +203,10 @@ class Rewriter:
 
     def _emit_output(self, values: list[Any], outputs: list[tuple[Any, ...]], effects: list[AlignedEffect]) -> None:
         """Emit the output. An input that was changed is returned itself, as in `x.add_(y); return x`."""
-        changed = {leaves[0].first: self.overwritten[e.target] for e, leaves in effects if e.kind == "input"}
+        new_inputs = {leaves[0].first: self.overwritten[e.target] for e, leaves in effects if e.kind == "input"}
         self.residual.graph.output(
             [
-                changed.get(leaves[0], value) if _is_node(leaves[0]) else value
+                new_inputs.get(leaves[0], value) if _is_node(leaves[0]) else value
                 for value, leaves in zip(values, outputs, strict=True)
             ]
         )
@@ -280,10 +280,10 @@ class Rewriter:
             )
         return [AlignedNodes(column) for column in zip(*skipped, strict=True)]
 
-    def _outside_calls(self, draws: list[AlignedNodes]) -> list[AlignedNodes]:
+    def _outside_calls(self, calls: list[AlignedNodes]) -> list[AlignedNodes]:
         """Replace draws inside a submodule call by a result of that call, which makes the draws itself."""
         out = []
-        for aligned in draws:
+        for aligned in calls:
             call = self.residual.walk.inside_call(aligned.first)
             if call is None:
                 out.append(aligned)

@@ -47,7 +47,7 @@ class _Sharding:
         routed, pft, graph = self.routed, self.routed.pft, self.routed.graph
         names = {"topk_ids": "own_ids", "topk_weights": "own_w", "keep": "own_keep"}
         with graph.inserting_before(pft):
-            whole = self.routed.call(aten.sym_size.int, (get_argument(pft, "topk_ids"), 0), {}, "S")
+            num_tokens = self.routed.call(aten.sym_size.int, (get_argument(pft, "topk_ids"), 0), {}, "S")
             if pft.kwargs.get("capacity") is not None:  # it holds for all tokens together
                 full_pft = graph.node_copy(pft)
                 inverse = routed.unpack(full_pft, pft.meta["letters"])[3]
@@ -61,7 +61,7 @@ class _Sharding:
         for node in routed.sums:
             users = list(node.users)
             with graph.inserting_before(node.next):
-                kwargs = {"num_tokens": whole, **self.kwargs, "gradients": self.sequence.gradients}
+                kwargs = {"num_tokens": num_tokens, **self.kwargs, "gradients": self.sequence.gradients}
                 out = routed.call(ops.unshard_tokens.default, (node,), kwargs, ("S", "D"), "out", self.sequence.axis)
             for user in users:
                 user.replace_input_with(node, out)

@@ -57,13 +57,13 @@ class GatheredTokens:
             agreed = {"fingerprint": fingerprint, "host_group": self.routes.host_group}
             length = call(ops.agree_length.default, (place,), agreed, ("1",), axis=self.axis)
         insert = self._insert_pull if self.routes.pulls else self._insert_collective
-        here = insert(place, tokens, choices, length)
-        here.meta["save"] = True
+        gather_node = insert(place, tokens, choices, length)
+        gather_node.meta["save"] = True
         of_tokens = tuple(("A", *t.meta.get("letters", ("S", "D"))[1:]) for t in tokens)
         letters = (*of_tokens, ("A", "K"), *(("A", "K") for _ in choices))
-        arrived = parts(here, letters, (*("rows" for _ in tokens), "slots", *("weights" for _ in choices)))
-        self.slots = arrived.pop(len(tokens))
-        values = dict(zip([*tokens, *choices], arrived, strict=True))
+        gathered = parts(gather_node, letters, (*("rows" for _ in tokens), "slots", *("weights" for _ in choices)))
+        self.slots = gathered.pop(len(tokens))
+        values = dict(zip([*tokens, *choices], gathered, strict=True))
         weights = values[get_argument(pft, "topk_weights")] if self.routed.has_weights else None
         local_pft = call(
             ops.build_pft.default, (self.slots, weights, None), {"num_experts": self.placement.experts_per_rank}
@@ -78,8 +78,8 @@ class GatheredTokens:
         call, num = self.routed.call, len(tokens)
         sizes = {"max_tokens": self.routes.max_tokens or 0, **self.to}
         sent = call(ops.gather_tokens.default, (tokens, choices, place, length), sizes, name="sent", axis=self.axis)
-        moving = self.routed.unpack(sent, ((),) * (2 * num + 1 + len(choices)))
-        arguments = moving[: num + 1], moving[num + 1 :], choices, place
+        buffers = self.routed.unpack(sent, ((),) * (2 * num + 1 + len(choices)))
+        arguments = buffers[: num + 1], buffers[num + 1 :], choices, place
         return call(ops.wait_gathered.default, arguments, {"first_place": self._first_place, **self.to})
 
     def _insert_pull(
@@ -116,8 +116,8 @@ class GatheredTokens:
         """Return the sums of all ranks' tokens to the ranks of the tokens."""
         call, parts, letters = self.routed.call, self.routed.unpack, (self.letter, "D")
         if self.routes.pulls:
-            here = {"experts_per_rank": self.placement.experts_per_rank, **self.to}
-            return call(ops.pull_sums.default, (sums, self.slots, self.place), here, letters, axis=self.axis)
+            kwargs = {"experts_per_rank": self.placement.experts_per_rank, **self.to}
+            return call(ops.pull_sums.default, (sums, self.slots, self.place), kwargs, letters, axis=self.axis)
         back = call(ops.scatter_sums.default, (sums,), self.to, name="back", axis=self.axis)
         sent, ticket = parts(back, ((), ()))
         return call(ops.wait_scattered.default, (sent, ticket, self.place), self.to, letters)

@@ -52,12 +52,12 @@ def read_local_parts(graph: fx.Graph, stacked: Collection[str], placement: Place
         local.meta["source"] = root.meta.get("source", "")
         root.replace_all_uses_with(local, delete_user_cb=lambda user, local=local: user is not local)
         if "val" in root.meta:
-            whole = root.meta["val"]
-            local.meta["val"] = whole.new_empty((len(whole) // placement.num_ranks, *whole.shape[1:]))
-        later = list(local.users)
-        for node in later:  # derived values now have fewer experts
+            full_value = root.meta["val"]
+            local.meta["val"] = full_value.new_empty((len(full_value) // placement.num_ranks, *full_value.shape[1:]))
+        users = list(local.users)
+        for node in users:  # derived values now have fewer experts
             node.meta.pop("val", None)
-            later += [user for user in node.users if user not in later]
+            users += [user for user in node.users if user not in users]
 
 
 def _select_parameters(node: fx.Node, placement: Placement) -> None:
@@ -66,8 +66,8 @@ def _select_parameters(node: fx.Node, placement: Placement) -> None:
         body = ExpertBody.from_json(get_argument(node, "body"))
         biased = [g for g in body.up if g.bias]
         gemms = (body.up, biased, [body.down], [body.down] if body.down.bias else [])
-        for name, of in zip(("up", "up_bias", "down", "down_bias"), gemms, strict=True):
-            set_argument(node, name, _select(get_argument(node, name), [g.num for g in of], placement))
+        for name, group_gemms in zip(("up", "up_bias", "down", "down_bias"), gemms, strict=True):
+            set_argument(node, name, _select(get_argument(node, name), [g.num for g in group_gemms], placement))
         node.update_kwarg("body", body.with_experts(placement.experts_per_rank).to_json())
     elif node.target is ops.grouped_mm.default:
         _select_all(node, "w", placement)
@@ -83,11 +83,11 @@ def _select_all(node: fx.Node, name: str, placement: Placement) -> None:
 
 def _select(parameters: list[fx.Node], sizes: list[int], placement: Placement) -> list[fx.Node]:
     """Select this rank's parameters from a flat list of groups: one stack of all experts, or E separate ones."""
-    selected: list[fx.Node] = []
+    selected_nodes: list[fx.Node] = []
     for size in sizes:
         group, parameters = parameters[:size], parameters[size:]
         if size == 1:
-            selected += group
+            selected_nodes += group
             _shorten_stacks(group[0], placement)
             continue
         local_nodes = [group[e] for e in placement.local_experts]
@@ -95,8 +95,8 @@ def _select(parameters: list[fx.Node], sizes: list[int], placement: Placement) -
             for slot, node in enumerate(local_nodes):  # selected from a stack, which holds this rank's experts only
                 set_argument(node, "dim", 0)
                 set_argument(node, "index", slot)
-        selected += local_nodes
-    return selected
+        selected_nodes += local_nodes
+    return selected_nodes
 
 
 def _shorten_stacks(node: fx.Node, placement: Placement) -> None:

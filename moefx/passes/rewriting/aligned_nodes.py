@@ -38,7 +38,7 @@ def op_kind(n: fx.Node) -> str:
     return "reshape" if str(n.target) in _VIEWS else str(n.target)
 
 
-def routing_dependence(here: fx.Node, there: fx.Node) -> Refused:
+def routing_dependence(node: fx.Node, other: fx.Node) -> Refused:
     """Build the refusal of a step that differs between captures."""
     if there.op == "get_attr" or here.op == "get_attr":
         state, written = (here, there) if here.op == "get_attr" else (there, here)
@@ -52,9 +52,9 @@ def routing_dependence(here: fx.Node, there: fx.Node) -> Refused:
                 "torch.bincount(ids.flatten(), minlength=len(self.experts))",
             )
     return Refused(
-        f"code outside the experts depends on the routing or on sizes: {get_op_name(here)} here, "
-        f"{get_op_name(there)} there",
-        source=str(there.meta["source"]),
+        f"code outside the experts depends on the routing or on sizes: {get_op_name(node)} here, "
+        f"{get_op_name(other)} there",
+        source=str(other.meta["source"]),
         remedy=_CHOOSE,
     )
 

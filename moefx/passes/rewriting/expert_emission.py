@@ -116,29 +116,29 @@ class ExpertBodyEmitter:
                 return BodyValue(self._emit_recorded_op(b), "fixed", len(b.shape))
         inner = next(self.emit_value(a) for a in b.args if isinstance(a, Body))
         inner = self._stack(inner)
-        off = 0 if inner.kind == "fixed" else 1
+        offset = 0 if inner.kind == "fixed" else 1
         lead = [-1] if inner.kind == "row" else [len(self.group.ids)] if inner.kind == "expert" else []
         match b.op:
             case "slice":
                 _, dim, start, stop, step = b.args
-                node = self.call(aten.slice.Tensor, (inner.node, dim + off, start, stop, step))
+                node = self.call(aten.slice.Tensor, (inner.node, dim + offset, start, stop, step))
             case "at":
                 node = inner.node
                 for dim, i in reversed(b.args[1]):
-                    node = self.call(aten.select.int, (node, dim + off, i))
+                    node = self.call(aten.select.int, (node, dim + offset, i))
             case "reshape":
                 node = self.call(aten.reshape.default, (inner.node, [*lead, *b.shape]))
             case "expand":
-                have = inner.node.meta["val"]
-                ones = [1] * (len(b.shape) - (have.dim() - off))
+                inner_val = inner.node.meta["val"]
+                unit_dims = [1] * (len(b.shape) - (inner_val.dim() - offset))
                 flat = (
-                    self.call(aten.reshape.default, (inner.node, [*lead, *ones, *have.shape[off:]]))
-                    if ones
+                    self.call(aten.reshape.default, (inner.node, [*lead, *unit_dims, *inner_val.shape[offset:]]))
+                    if unit_dims
                     else inner.node
                 )
-                node = self.call(aten.expand.default, (flat, [*([-1] * off), *b.shape]))
+                node = self.call(aten.expand.default, (flat, [*([-1] * offset), *b.shape]))
             case "permute":
-                node = self.call(aten.permute.default, (inner.node, [*range(off), *[d + off for d in b.args[1]]]))
+                node = self.call(aten.permute.default, (inner.node, [*range(offset), *[d + offset for d in b.args[1]]]))
             case "sum":
                 node = self.call(aten.sum.dim_IntList, (inner.node, list(b.args[0])))
             case "row":
@@ -200,8 +200,8 @@ class ExpertBodyEmitter:
         if math.prod(b.shape) == 1:
             if i == self.first:
                 return BodyValue(self.emit.reshape(self.combine_weights, (-1,)), "row", 0)
-            picked = self._pick_slots(self.weights[i], ("B",))
-            return BodyValue(picked, "row", 0)
+            row_weights = self._pick_slots(self.weights[i], ("B",))
+            return BodyValue(row_weights, "row", 0)
         (node, axes), shape = self.emit.for_tokens(ref, self.match), b.shape
         if set(axes) <= {"t"}:
             flat = self.emit.reshape(node, (-1, math.prod(shape)))

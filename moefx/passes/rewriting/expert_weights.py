@@ -29,22 +29,24 @@ class ExpertWeights:
             node.meta["val"] = torch.empty(parameter.shape, dtype=parameter.dtype)
         return node
 
-    def _apply_steps(self, node: fx.Node, steps: tuple[tuple, ...], off: int) -> fx.Node:
+    def _apply_steps(self, node: fx.Node, steps: tuple[tuple, ...], offset: int) -> fx.Node:
         """Apply the view steps of a slice to one parameter (`off=0`) or to a stack of parameters (`off=1`)."""
-        for op, *rest in steps:
-            shape: Any = rest[0] if rest else ()
+        for op, *arguments in steps:
+            shape: Any = arguments[0] if arguments else ()
             if op in ("at", "squeeze"):
-                for axis, i in sorted(rest[1], reverse=True):
-                    node = self.emit.call(aten.select.int, (node, axis + off, i))
+                for axis, i in sorted(arguments[1], reverse=True):
+                    node = self.emit.call(aten.select.int, (node, axis + offset, i))
             elif op == "slice":
-                _, dim, start, stop, step = rest
-                node = self.emit.call(aten.slice.Tensor, (node, dim + off, start, stop, step))
+                _, dim, start, stop, step = arguments
+                node = self.emit.call(aten.slice.Tensor, (node, dim + offset, start, stop, step))
             elif op == "reshape":
-                node = self.emit.call(aten.reshape.default, (node, [*[-1] * off, *shape]))
+                node = self.emit.call(aten.reshape.default, (node, [*[-1] * offset, *shape]))
             elif op == "permute":
-                node = self.emit.call(aten.permute.default, (node, [*range(off), *[d + off for d in rest[1]]]))
+                node = self.emit.call(
+                    aten.permute.default, (node, [*range(offset), *[d + offset for d in arguments[1]]])
+                )
             elif op == "expand":
-                node = self.emit.call(aten.expand.default, (node, [*[-1] * off, *shape]))
+                node = self.emit.call(aten.expand.default, (node, [*[-1] * offset, *shape]))
             elif op == "cast":
                 node = self.emit.call(aten._to_copy.default, (node,), {"dtype": getattr(torch, shape)})
             elif op == "detach":
@@ -68,13 +70,13 @@ class ExpertWeights:
         if len(varying) != 1:
             return None
         k = varying[0]
-        op, *rest = first.steps[k]
+        op, *arguments = first.steps[k]
         before = self._apply_steps(self._emit_parameter(first.fqn), first.steps[:k], 0)
         if op == "at":
-            axis = rest[1][0][0]
+            axis = arguments[1][0][0]
             numbers = [p.steps[k][2][0] for p in parts]
-            others = {p.steps[k][2][1:] for p in parts}
-            if [a for a, _ in numbers] != [axis] * len(parts) or len(others) != 1:
+            other_indices = {p.steps[k][2][1:] for p in parts}
+            if [a for a, _ in numbers] != [axis] * len(parts) or len(other_indices) != 1:
                 return None
             order = [i for _, i in numbers]
             node = before if axis == 0 else self.emit.call(aten.movedim.int, (before, axis, 0))
@@ -89,10 +91,10 @@ class ExpertWeights:
                     shape=(len(order),),
                 )
                 node = self.emit.call(aten.index_select.default, (node, 0, index))
-            for a, i in sorted(others.pop(), reverse=True):
+            for a, i in sorted(other_indices.pop(), reverse=True):
                 node = self.emit.call(aten.select.int, (node, a + (1 if a < axis else 0), i))
         elif op == "slice":
-            _, dim, start, stop, step = rest
+            _, dim, start, stop, step = arguments
             starts = [p.steps[k][3] for p in parts]
             if step != 1 or any(p.steps[k][4] - p.steps[k][3] != stop - start for p in parts):
                 return None

@@ -74,11 +74,11 @@ class OpEmitter:
         if "s" not in axes:
             return node, axes
         lengths = [math.prod(form.tokens) // count_sequences(form.capture, form.tokens) for form in match.forms]
-        rest = tuple(node.meta["val"].shape[1:])
+        inner_shape = tuple(node.meta["val"].shape[1:])
         length = self.residual.sizes.emit_integer(lengths, str(ref.node.meta["source"]))
         node = self.call(aten.unsqueeze.default, (node, 1))
-        node = self.call(aten.expand.default, (node, [-1, length, *(-1 for _ in rest)]))
-        return self.reshape(node, (-1, *rest)), ("t", *axes[1:])
+        node = self.call(aten.expand.default, (node, [-1, length, *(-1 for _ in inner_shape)]))
+        return self.reshape(node, (-1, *inner_shape)), ("t", *axes[1:])
 
     def _evaluate(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         args, kwargs = map_arg((args, kwargs), lambda n: n.meta["val"] if "val" in n.meta else self._number(n))

@@ -105,20 +105,20 @@ class ResidualGraph:
             out = self.graph.get_attr(n.meta["fqn"])
             out.meta.update(self.describe(aligned))
             return out
-        where = str(n.meta["source"])
+        line = str(n.meta["source"])
         if "sparse" in get_op_name(n):
             raise Refused(
                 "sparse tensors are not followed",
                 culprits=(get_op_name(n),),
-                source=where,
+                source=line,
                 remedy="compute with dense tensors",
             )
-        read = self.reads.find([t.args[1] for t in aligned]) if n.target in ARITHMETIC else None
+        scalar = self.reads.find([t.args[1] for t in aligned]) if n.target in ARITHMETIC else None
         source: Any = n.args[0] if n.args else None
-        if read is not None and is_float(source.meta["val"]):
-            return self._with_number(aligned, read)
-        args = self.zip_value([t.args for t in aligned], where, (aligned, "args"))
-        kwargs = self.zip_value([dict(t.kwargs) for t in aligned], where, (aligned, "kwargs"))
+        if scalar is not None and is_float(source.meta["val"]):
+            return self._with_number(aligned, scalar)
+        args = self.zip_value([t.args for t in aligned], line, (aligned, "args"))
+        kwargs = self.zip_value([dict(t.kwargs) for t in aligned], line, (aligned, "kwargs"))
         kwargs.pop("pin_memory", None)
         kwargs.pop("layout", None)
         if kwargs.get("device") is not None:
@@ -136,7 +136,7 @@ class ResidualGraph:
             out = self.call(aten.detach.default, (out,), {}, self.describe(aligned))
         return out
 
-    def _with_number(self, aligned: AlignedNodes, read: RuntimeScalar) -> fx.Node:
+    def _with_number(self, aligned: AlignedNodes, scalar: RuntimeScalar) -> fx.Node:
         """Emit an op such as `x * c` whose number Python read from a tensor: use the tensor, without its gradient.
 
         In half precision the op runs in float32, as torch's ops with numbers do.
@@ -144,11 +144,11 @@ class ResidualGraph:
         n = aligned.first
         source: Any = n.args[0]
         x, meta, dtype = self.new_nodes[source], self.describe(aligned), n.meta["val"].dtype
-        number = self.call(aten.detach.default, (self.new_nodes[read.aligned.first],), {}, {})
+        number = self.call(aten.detach.default, (self.new_nodes[scalar.aligned.first],), {}, {})
         number = self.call(aten._to_copy.default, (number,), {"dtype": torch.float64}, {})
         number = self.call(aten.reshape.default, (number, []), {}, {})
-        if read.transform is not None:
-            number = self.call(read.transform, (number,), {}, {})
+        if scalar.transform is not None:
+            number = self.call(scalar.transform, (number,), {}, {})
         if dtype.itemsize >= 4:
             out = self.call(n.target, (x, number), dict(n.kwargs), meta)
         else:
@@ -196,8 +196,10 @@ class ResidualGraph:
         if values[0].dim() != 1:
             return None
         index, E = self.match.forms[0].expert_index, len(values[0])
-        chosen = [torch.bincount(form.ids[form.ids >= 0], minlength=E) for form in self.match.forms]
-        is_load = all(v.shape == c.shape and torch.equal(v.to(c.dtype), c) for v, c in zip(values, chosen, strict=True))
+        token_counts = [torch.bincount(form.ids[form.ids >= 0], minlength=E) for form in self.match.forms]
+        is_load = all(
+            v.shape == c.shape and torch.equal(v.to(c.dtype), c) for v, c in zip(values, token_counts, strict=True)
+        )
         if not is_load or index.columns or {"m", "s"} & set(index.axes) or index.node not in self.new_nodes:
             return None
         with self.fake_mode:
@@ -210,9 +212,9 @@ class ResidualGraph:
 
     def _emit_call(self, call: list[SubmoduleCall]) -> None:
         first = call[0]
-        where = f"module {first.fqn}"
-        args = self.zip_value([c.args for c in call], where)
-        kwargs = self.zip_value([c.kwargs for c in call], where)
+        description = f"module {first.fqn}"
+        args = self.zip_value([c.args for c in call], description)
+        kwargs = self.zip_value([c.kwargs for c in call], description)
         node = self.graph.call_module(first.fqn, tuple(args), kwargs)
         self._under_autocast(node, first.autocast)
         if any(is_skipped(n) for n in self.captures[0].nodes[first.start : first.stop]):
@@ -242,14 +244,14 @@ class ResidualGraph:
         """Emit the results of a submodule that the captures skipped, with checks of their recorded structure."""
         first = call[0]
         stub: Any = next(n for n in self.captures[0].nodes[first.start : first.stop] if is_skipped(n))
-        described, *inputs = stub.args
+        rules, *inputs = stub.args
         if not stub.meta["grad"]:
             raise Refused(
                 f"{first.fqn} gets an object that it may write to, and is called under no_grad",
                 source=str(stub.meta["source"]),
                 remedy=f"put no_grad into the forward of {first.fqn}",
             )
-        known = iter(described)
+        remaining_rules = iter(rules)
         container = type(first.out).__name__ if isinstance(first.out, (tuple, list)) else ""
         results = list(first.out) if container else [first.out]
         vals = [r.meta["val"] if isinstance(r, fx.Node) else r for r in results]
@@ -264,16 +266,16 @@ class ResidualGraph:
             if is_passed(column[0]):
                 self.objects |= {id(stand_in): part for stand_in in column}
                 continue
-            rule, aligned = next(known), AlignedNodes(column)
+            rule, aligned = next(remaining_rules), AlignedNodes(column)
             template = self.new_nodes[inputs[rule.template]]
             part = self.call(check_tensor, (part, template, rule.dtype, first.fqn), {}, self.describe(aligned))
             self._bind_call(aligned, part)
 
-    def _object(self, values: Sequence[Any], where: str) -> fx.Node:
+    def _object(self, values: Sequence[Any], line: str) -> fx.Node:
         """Return the node of an object from the block's arguments or from a submodule's result."""
         nodes = {self.objects.get(id(v)) for v in values}
         if (node := nodes.pop()) is None or nodes:
-            raise Refused(f"which object is passed on depends on the routing: {get_name(values[0])}", source=where)
+            raise Refused(f"which object is passed on depends on the routing: {get_name(values[0])}", source=line)
         return node
 
     def _under_autocast(self, node: fx.Node, dtype: torch.dtype | None) -> None:
@@ -298,39 +300,39 @@ class ResidualGraph:
         return self.device
 
     # ------------------------------------------------------------------ values that may differ between captures
-    def zip_value(self, values: Sequence[Any], where: str, path: ArgumentPath | None = None) -> Any:
+    def zip_value(self, values: Sequence[Any], line: str, path: ArgumentPath | None = None) -> Any:
         """Turn an argument of all captures into one of the graph. Sizes that differ become nodes.
 
         Args:
-            where: the user's source line, for messages. path: the argument's path in its node.
+            line: the user's source line, for messages. path: the argument's path in its node.
         """
         first = values[0]
         if is_passed(first):
-            return self._object(values, where)
+            return self._object(values, line)
         if isinstance(first, fx.Node):
             return self.new_nodes[first]
         if isinstance(first, (list, tuple)):
             if any(len(v) != len(first) for v in values):
                 raise Refused(
                     "code outside the experts depends on the routing or on sizes: a list changes its length",
-                    source=where,
+                    source=line,
                     remedy=LOOP_OVER_STEPS,
                 )
             items = [
-                self.zip_value(column, where, _extend_path(path, i))
+                self.zip_value(column, line, _extend_path(path, i))
                 for i, column in enumerate(zip(*values, strict=True))
             ]
             return type(first)(items) if type(first) in (list, tuple) else items
         if isinstance(first, dict):
-            return {k: self.zip_value([v[k] for v in values], where, _extend_path(path, k)) for k in first}
+            return {k: self.zip_value([v[k] for v in values], line, _extend_path(path, k)) for k in first}
         if isinstance(first, slice):
-            return slice(*[self.zip_value([getattr(v, a) for v in values], where) for a in ("start", "stop", "step")])
+            return slice(*[self.zip_value([getattr(v, a) for v in values], line) for a in ("start", "stop", "step")])
         if isinstance(first, int) and not isinstance(first, bool):
-            return self.sizes.emit_integer([int(v) for v in values], where, path)
+            return self.sizes.emit_integer([int(v) for v in values], line, path)
         if self.reads.find(values) is not None:
             raise Refused(
                 f"a number that Python read from a tensor is used: {first!r}",
-                source=where,
+                source=line,
                 remedy="use the tensor itself, not its .item() or float()",
             )
         if type(first) is float and (node := self.sizes.emit_float(list(values), path)) is not None:
@@ -338,13 +340,13 @@ class ResidualGraph:
         if isinstance(first, torch.Tensor):
             raise Refused(
                 f"a tensor of {list(first.shape)} comes from another call, or a submodule that the capture skips",
-                source=where,
+                source=line,
                 remedy="return tensors that this call computes, and use a cache only in the submodule that gets it",
             )
         if any(v is not first and v != first for v in values):
             raise Refused(
                 f"a constant depends on the routing: {first!r} and {next(v for v in values if v != first)!r}",
-                source=where,
+                source=line,
                 remedy="compute it as a tensor, by torch operations on the routing",
             )
         return float(first) if isinstance(first, float) else first

@@ -72,7 +72,7 @@ class ResidualWalk:
         return next((c for c in self.calls if c[0].start <= n.meta["index"] < c[0].stop), None)
 
     def _plan(self, roots: Sequence[AlignedNodes]) -> list[Any]:
-        needed: dict[int, Any] = {}
+        calls_by_position: dict[int, Any] = {}
         stack: list[AlignedNodes] = list(roots)
         seen: set[fx.Node] = set()
         while stack:
@@ -96,15 +96,15 @@ class ResidualWalk:
             call = self.call_of.get(n)
             if call is not None:
                 self._require_same_result(aligned, call)
-                if id(call) not in {id(v) for v in needed.values() if isinstance(v, list)}:
-                    needed[call[0].start * 2 - 1] = call
+                if id(call) not in {id(v) for v in calls_by_position.values() if isinstance(v, list)}:
+                    calls_by_position[call[0].start * 2 - 1] = call
                     stack += self._pair_trees([(c.args, c.kwargs) for c in call], f"module {call[0].fqn}")
                 continue
             if any(t is c for t, c in zip(aligned, self.cut, strict=True)):
                 if tuple(aligned) != tuple(self.cut):
                     are_cuts = [t is c for t, c in zip(aligned, self.cut, strict=True)]
                     raise self._refuse_difference(n, aligned[are_cuts.index(not are_cuts[0])])
-                needed[n.meta["index"] * 2] = aligned
+                calls_by_position[n.meta["index"] * 2] = aligned
                 continue
             if n in self.absorbed and n.op != "get_attr":
                 raise Refused(
@@ -113,15 +113,15 @@ class ResidualWalk:
                     source=str(n.meta["source"]),
                     remedy="leave it out, or compute it from the routing weights or from the output",
                 )
-            needed[n.meta["index"] * 2] = aligned
+            calls_by_position[n.meta["index"] * 2] = aligned
             stack += self._pair_arguments(aligned)
-        return [needed[i] for i in sorted(needed)]
+        return [calls_by_position[i] for i in sorted(calls_by_position)]
 
-    def _refuse_difference(self, here: fx.Node, there: fx.Node) -> Refused:
+    def _refuse_difference(self, node: fx.Node, other: fx.Node) -> Refused:
         """Build the refusal of a step that differs between captures. Name the branch of Python that causes it."""
-        branch = _find_branch([c for n in (here, there) for c in self.captures if n in c.nodes])
+        branch = _find_branch([c for n in (node, other) for c in self.captures if n in c.nodes])
         if branch is None:
-            return routing_dependence(here, there)
+            return routing_dependence(node, other)
         return branch_dependence(branch.source, find_buffers(branch))
 
     def _require_same_result(self, aligned: AlignedNodes, call: list[SubmoduleCall]) -> None:
@@ -137,30 +137,30 @@ class ResidualWalk:
                 raise self._refuse_difference(first, other)
         return self._pair_trees([(n.args, n.kwargs) for n in aligned], str(first.meta["source"]))
 
-    def _pair_trees(self, trees: list[Any], where: str) -> list[AlignedNodes]:
+    def _pair_trees(self, trees: list[Any], line: str) -> list[AlignedNodes]:
         leaves = [pytree.tree_leaves(t) for t in trees]
         flats = [[a for a in flat if isinstance(a, fx.Node)] for flat in leaves]
         if len({len(f) for f in flats}) != 1:
             raise Refused(
                 "code outside the experts depends on the routing or on sizes: an op gets a different number of "
                 "arguments",
-                source=where,
+                source=line,
                 remedy=LOOP_OVER_STEPS,
             )
-        read = [live.aligned for column in zip(*leaves, strict=False) if (live := self.reads.find(column))]
-        return [*(AlignedNodes(column) for column in zip(*flats, strict=True)), *read]
+        scalar_nodes = [scalar.aligned for column in zip(*leaves, strict=False) if (scalar := self.reads.find(column))]
+        return [*(AlignedNodes(column) for column in zip(*flats, strict=True)), *scalar_nodes]
 
 
 def _find_branch(captures: Sequence[Capture]) -> HostRead | None:
     """Return a read of Python that was forced in a capture, or differs between captures without the routing. Else
     return one of activations."""
-    forced = [read for capture in captures for read in capture.reads if read.call_stack in capture.interventions]
-    if forced:
-        return forced[-1]
-    known: dict[tuple[Source, ...], Any] = {}
+    forced_reads = [read for capture in captures for read in capture.reads if read.call_stack in capture.interventions]
+    if forced_reads:
+        return forced_reads[-1]
+    value_by_call: dict[tuple[Source, ...], Any] = {}
     for read in (read for capture in captures for read in capture.reads):
         is_branch = type(read.value) is bool and read.node is not None and not depends_on_routing(read.node)
-        if is_branch and known.setdefault(read.call_stack, read.value) is not read.value:
+        if is_branch and value_by_call.setdefault(read.call_stack, read.value) is not read.value:
             return read
     reads_by_call: dict[tuple[Source, ...], list[list[HostRead]]] = {}
     for capture in captures:

@@ -65,22 +65,22 @@ class RoutedSum:
         for ref in self.form.shared:
             row = self.emit.reshape(self.residual.node(ref.node), (-1, val.shape[-1]))
             total = self.emit.call(aten.add.Tensor, (row, total), letters=("S", "D"))
-        described, order = self.residual.describe(cut), _memory_order(cut)
+        cut_meta, order = self.residual.describe(cut), _memory_order(cut)
         if val.dim() != 2:
             shape = [
                 self.residual.sizes.emit_integer([t.meta["val"].shape[d] for t in cut], "the output")
                 for d in range(val.dim())
             ]
-            meta = {"letters": described["letters"]} if order else described
+            meta = {"letters": cut_meta["letters"]} if order else cut_meta
             total = self.emit.call(aten.view.default, (total, shape), meta=meta)
         else:
-            total.meta["letters"] = described["letters"]
+            total.meta["letters"] = cut_meta["letters"]
         if order:
-            letters = tuple(described["letters"][d] for d in order)
+            letters = tuple(cut_meta["letters"][d] for d in order)
             total = self.emit.call(aten.permute.default, (total, list(order)), letters=letters)
-            how = {"memory_format": torch.contiguous_format}
-            total = self.emit.call(aten.clone.default, (total,), how, letters=letters)
-            total = self.emit.call(aten.permute.default, (total, invert_permutation(order)), meta=described)
+            memory_format = {"memory_format": torch.contiguous_format}
+            total = self.emit.call(aten.clone.default, (total,), memory_format, letters=letters)
+            total = self.emit.call(aten.permute.default, (total, invert_permutation(order)), meta=cut_meta)
         return total
 
     def _emit_fallback(self, total: fx.Node, ref: NodeRef) -> fx.Node:
@@ -130,7 +130,7 @@ class RoutedSum:
                     (self.emit.reshape(node, (-1, shape[-1])), 1, self._emit_clamped_ids(shape[-1], slot)),
                 )
             case ("t", "m"):
-                chosen = self.emit.reshape(node, (-1, shape[-1]))
+                expert_ids = self.emit.reshape(node, (-1, shape[-1]))
                 device = self.residual.input_device()
                 expert_range = self.emit.call(
                     aten.arange.default,
@@ -140,7 +140,7 @@ class RoutedSum:
                     shape=(shape[-1],),
                 )
                 out = self.emit.call(
-                    aten.expand_as.default, (self.emit.call(aten.unsqueeze.default, (expert_range, 0)), chosen)
+                    aten.expand_as.default, (self.emit.call(aten.unsqueeze.default, (expert_range, 0)), expert_ids)
                 )
             case ("e", "t"):
                 flat = self.emit.call(aten.t.default, (self.emit.reshape(node, (shape[0], -1)),))
@@ -186,11 +186,11 @@ class RoutedSum:
     def _count_indexed_experts(self, moves: set[str]) -> int:
         """Return the size of the parameter axis that the ids index, behind ops in `moves`; 0 if they index none. In an
         index, negative ids count from the end."""
-        chosen = {skip_moves(n, moves) for n in self.form.expert_index.nodes}
+        index_nodes = {skip_moves(n, moves) for n in self.form.expert_index.nodes}
         for n in (n for n in self.form.replaced_nodes if n.target is aten.index.Tensor):
             base, indices = n.args
             for dim, i in enumerate(indices):  # type: ignore[arg-type]
-                if i is not None and skip_moves(i, moves) in chosen and base in self.form.replaced_nodes:
+                if i is not None and skip_moves(i, moves) in index_nodes and base in self.form.replaced_nodes:
                     return base.meta["val"].shape[dim]  # type: ignore[union-attr]
         return 0
 
@@ -234,9 +234,9 @@ class RoutedSum:
         """Emit expert ids within one of several groups; -1 for experts of other groups."""
         low, high = group.ids[0], group.ids[-1]
         if group.ids == list(range(low, high + 1)):
-            shifted = self.emit.call(aten.sub.Tensor, (ids, low)) if low else ids
-            inside = self.emit.call(aten.lt.Scalar, (shifted, len(group.ids)))
-            return self.emit.call(aten.where.ScalarOther, (inside, shifted, -1))
+            local_ids = self.emit.call(aten.sub.Tensor, (ids, low)) if low else ids
+            inside = self.emit.call(aten.lt.Scalar, (local_ids, len(group.ids)))
+            return self.emit.call(aten.where.ScalarOther, (inside, local_ids, -1))
         table = [-1] * (max(self.match.num_experts, 1 + max(int(form.ids.max()) for form in self.match.forms)))
         for local, e in enumerate(group.ids):
             table[e] = local

@@ -67,7 +67,7 @@ class SizeExpressions:
         self._known: dict[Any, fx.Node] = {}  # emitted nodes, by their values, by formula, or by axis
         self._lines: dict[int, dict[Any, list[fx.Node]]] = {}  # by capture
 
-    def emit_integer(self, values: list[int], where: str, path: ArgumentPath | None = None) -> int | fx.Node:
+    def emit_integer(self, values: list[int], line: str, path: ArgumentPath | None = None) -> int | fx.Node:
         """Return an integer that may depend on the input sizes, as a number or as a node that computes it.
 
         Args:
@@ -90,7 +90,7 @@ class SizeExpressions:
                     "a number depends on the routing, or on the sizes by an unknown formula: "
                     f"{', '.join(map(str, values))} "
                     f"at sizes {', '.join(str(s) for s in self.match.sizes)}",
-                    source=where,
+                    source=line,
                     remedy="if the program reads it from a tensor (.item(), int()), compute with the tensor itself",
                 )
             self._known[key] = node
@@ -105,9 +105,9 @@ class SizeExpressions:
         if len(set(values)) < 2:
             return None
         points = list(zip(self.match.sizes, values, strict=True))
-        always = set.intersection(*[form.capture.sizes.used for form in self.match.forms])
+        common_sizes = set.intersection(*[form.capture.sizes.used for form in self.match.forms])
         # Expressions that only some captures used, as in `max(S / 8, 1)`, may match by chance.
-        formula = _find_float_formula(always, points)
+        formula = _find_float_formula(common_sizes, points)
         if formula is None and (probed_points := self._probe_numbers(path)) is not None:
             formula = _find_float_formula(self.match.expressions, [*points, *probed_points])
         return None if formula is None else self._emit_expression(ast.parse(formula, mode="eval").body)
@@ -127,12 +127,12 @@ class SizeExpressions:
         """Emit a linear formula of an axis, or of a product of axes, that one of the rules fits."""
         dims = self.match.arguments.dims
         for count in range(1, len(dims) + 1):
-            for chosen in itertools.combinations(dims, count):
-                products = [math.prod(s[d] for d in chosen) for s in self.match.sizes]
+            for subset in itertools.combinations(dims, count):
+                products = [math.prod(s[d] for d in subset) for s in self.match.sizes]
                 for rule in rules:
                     formula = rule(products, values)
-                    if formula is not None and (rule is _fit_scaled or self._holds_at_probes(chosen, formula, path)):
-                        return self._emit_linear(chosen, formula)
+                    if formula is not None and (rule is _fit_scaled or self._holds_at_probes(subset, formula, path)):
+                        return self._emit_linear(subset, formula)
         return None
 
     def _holds_at_probes(self, dims: Sequence[str], formula: LinearFormula, path: ArgumentPath | None) -> bool:

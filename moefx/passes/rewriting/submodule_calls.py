@@ -34,25 +34,25 @@ def find_module_calls(match: Match, inlined: set[int]) -> list[list[SubmoduleCal
                 calls_by_key[key] = call
         per_capture.append(calls_by_key)
     out: list[list[SubmoduleCall]] = []
-    covered = -1
+    last_stop = -1
     for key, call in sorted(per_capture[0].items(), key=lambda item: (item[1].start, -item[1].stop, item[1].depth)):
-        if call.start < covered or call.stop <= call.start or call.start in inlined:
+        if call.start < last_stop or call.stop <= call.start or call.start in inlined:
             continue
         aligned = [calls_by_key.get(key) for calls_by_key in per_capture]
         if all(t is not None for t in aligned):
             out.append(aligned)  # type: ignore[arg-type]
-            covered = call.stop
+            last_stop = call.stop
     return out
 
 
 def _expressible(call: SubmoduleCall) -> bool:
     """Return whether a graph can hold the call: arguments and results are tensors and plain values in plain containers,
     and no argument is returned."""
-    plain = (fx.Node, int, float, bool, str, type(None), torch.dtype)
+    plain_types = (fx.Node, int, float, bool, str, type(None), torch.dtype)
     leaves = pytree.tree_leaves((call.args, call.kwargs))
     results = leaf_nodes(call.out)
     return (
-        all(is_passed(a) or isinstance(a, plain) for a in leaves)
+        all(is_passed(a) or isinstance(a, plain_types) for a in leaves)
         and bool(results)
         and all(type(k) in (int, str) for path, _ in list_leaf_paths(call.out) for k in path)
         and all(n.meta["index"] >= call.start for n in results)
