@@ -54,8 +54,8 @@ def derive_gradients(expr: Expr, grad: str, wrt: Sequence[str], ones: Sequence[s
     Raises:
         Underivable: an op of the expression has no rule.
     """
-    others = [name for name in list_variables(expr) if name not in wrt]
-    value, *gradients = _formulas(to_canonical_text(expr), (*wrt, *others), grad, tuple(ones))
+    other_names = [name for name in list_variables(expr) if name not in wrt]
+    value, *gradients = _formulas(to_canonical_text(expr), (*wrt, *other_names), grad, tuple(ones))
     return [value, *gradients[: len(wrt)]]
 
 
@@ -77,11 +77,11 @@ def _formulas(text: str, names: tuple[str, ...], grad: str | None, ones: tuple[s
 
 
 def _trace_formulas(
-    text: str, names: Sequence[str], grad: str | None, ones: Sequence[str], above: Any
+    text: str, names: Sequence[str], grad: str | None, ones: Sequence[str], outer_mode: Any
 ) -> tuple[Any, ...]:
     reader = _FormulaTracer()
     try:
-        with reader, above:
+        with reader, outer_mode:
             inputs = [reader.input(S.One if name in ones else Symbol(name)) for name in names]
             value = compile_expression(text)(dict(zip(names, inputs, strict=True)))
             if not isinstance(value, torch.Tensor):
@@ -151,8 +151,8 @@ class _FormulaTracer(TorchDispatchMode):
     def value_of(self, argument: Any) -> Any:
         if isinstance(argument, torch.Tensor):
             # An unknown tensor is a constant that torch made from a number.
-            known = self.values.get(id(argument))
-            return to_number(argument.item()) if known is None and id(argument) not in self.values else known
+            value = self.values.get(id(argument))
+            return to_number(argument.item()) if value is None and id(argument) not in self.values else value
         if isinstance(argument, (int, float)) and not isinstance(argument, bool):
             return to_number(argument)
         return argument

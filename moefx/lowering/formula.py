@@ -169,8 +169,8 @@ def write_function(name: str, parameters: Sequence[str], results: Sequence[Any])
             texts[expr] = f"t{len(lines)}"
             lines.append(f"    {texts[expr]} = {text}")
     zeros = f"tl.where({parameters[0]} == {parameters[0]}, 0.0, 0.0)"
-    returned = [texts[r] if list_symbols(r) else zeros if r is S.Zero else f"{zeros} + {texts[r]}" for r in results]
-    return "\n".join([f"def {name}({', '.join(parameters)}):", *lines, f"    return {', '.join(returned)}", ""])
+    result_texts = [texts[r] if list_symbols(r) else zeros if r is S.Zero else f"{zeros} + {texts[r]}" for r in results]
+    return "\n".join([f"def {name}({', '.join(parameters)}):", *lines, f"    return {', '.join(result_texts)}", ""])
 
 
 def list_symbols(formula: Any) -> set[str]:
@@ -183,8 +183,8 @@ def _operands_first(formulas: Sequence[Any]) -> list[Any]:
     order: dict[Any, None] = {}
     stack = [(f, False) for f in reversed(formulas)]
     while stack:
-        expr, done = stack.pop()
-        if done:
+        expr, has_operands = stack.pop()
+        if has_operands:
             order[expr] = None
         elif expr not in order:
             stack += [(expr, True), *((a, False) for a in reversed(expr.args))]

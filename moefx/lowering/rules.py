@@ -115,15 +115,15 @@ def _power(x: Any, exponent: Any) -> Any:
         raise Underivable(f"a power of {x}" if x.is_Number else "a power whose exponent is not a number")
     if exponent < 0:
         return Divide(S.One, _power(x, -exponent))
-    whole = math.floor(exponent)
-    result, square, rest = S.One, x, whole
-    while rest:
-        result = Multiply(result, square) if rest & 1 else result
-        rest >>= 1
-        square = Multiply(square, square) if rest else square
-    if exponent == whole:
+    whole_exponent = math.floor(exponent)
+    result, square, remaining = S.One, x, whole_exponent
+    while remaining:
+        result = Multiply(result, square) if remaining & 1 else result
+        remaining >>= 1
+        square = Multiply(square, square) if remaining else square
+    if exponent == whole_exponent:
         return result
-    fraction = to_number(float(exponent) - whole)  # in (0, 1): the error of the logarithm does not grow
+    fraction = to_number(float(exponent) - whole_exponent)  # in (0, 1): the error of the logarithm does not grow
     return Multiply(result, Sqrt(x) if float(fraction) == 0.5 else Exp(Multiply(fraction, Log(x))))
 
 

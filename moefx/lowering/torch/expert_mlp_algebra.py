@@ -67,8 +67,8 @@ def forward(call: ExpertMlpCall, gemms: Gemms, keep: str, reduce: bool) -> list[
         return out if result is None else result.put(group, out)
 
     gemms.for_each_group(run, total.add if total else None, multiplications=call.multiplications())
-    kept = [gemms.finish_rows(b.tensor) for b in (*kept_up, kept_act) if b is not None]
-    return [gemms.finish_rows(result.tensor) if result else total.result(), *kept]
+    kept_rows = [gemms.finish_rows(b.tensor) for b in (*kept_up, kept_act) if b is not None]
+    return [gemms.finish_rows(result.tensor) if result else total.result(), *kept_rows]
 
 
 class Backward:
@@ -265,8 +265,8 @@ class WeightGradients:
         *grad_up, self.act = [gemms.read(rows) for rows in kept[: len(call.up) + 1]]
         self.by_token = grad if reduce and len(kept) == len(call.up) + 1 else None
         self.grad_y = None if self.by_token is not None else gemms.read((grad, *kept[len(call.up) + 1 :])[-1])
-        needed = [(rows, Gradient(p, gemms.new_stack(p, 2))) for rows, p in zip(grad_up, call.up, strict=True)]
-        self.up = needed if needs[2] else []
+        up_gradients = [(rows, Gradient(p, gemms.new_stack(p, 2))) for rows, p in zip(grad_up, call.up, strict=True)]
+        self.up = up_gradients if needs[2] else []
         self.down = Gradient(call.down, gemms.new_stack(call.down, 2)) if needs[4] else None
 
     def run(self, group: Group) -> None:
@@ -283,8 +283,8 @@ class WeightGradients:
             self.down.multiply(self.gemms, group, grad, self.act[group.index], call.body.down.transposed)
 
     def results(self) -> list[Tensor]:
-        made = [gradient for _, gradient in self.up] + ([] if self.down is None else [self.down])
-        return [g for m in made for g in self.gemms.finish_stack(m.made, m.parameters)]
+        gradients = [gradient for _, gradient in self.up] + ([] if self.down is None else [self.down])
+        return [g for m in gradients for g in self.gemms.finish_stack(m.made, m.parameters)]
 
 
 def _grouped_applies(*args: Any, dtype: torch.dtype | None = None, **_: Any) -> bool:

@@ -15,8 +15,8 @@ _BLOCK = 1024
 def _on_cpu(rows: Tensor, combine_weights: Tensor | None, *_: Tensor) -> bool:
     # embedding_bag needs weights in the rows' dtype, and accumulates in float32 or better only for these dtypes.
     wide = _sum_dtype(rows)
-    same = combine_weights is None or torch.promote_types(combine_weights.dtype, wide) == wide
-    return rows.device.type == "cpu" and same and wide in (torch.float32, torch.float64)
+    has_same_dtype = combine_weights is None or torch.promote_types(combine_weights.dtype, wide) == wide
+    return rows.device.type == "cpu" and has_same_dtype and wide in (torch.float32, torch.float64)
 
 
 def _sum_dtype(rows: Tensor) -> torch.dtype:
@@ -69,8 +69,7 @@ def _combine_backward(
 
 
 @expert_rows_backward.provider(
-    "segment_reduce",
-    supports=lambda grad, expert_offsets, *, dtype: grad.device.type == "cuda" and grad.shape[0] > 0,
+    "segment_reduce", supports=lambda grad, expert_offsets, *, dtype: grad.device.type == "cuda" and grad.shape[0] > 0
 )
 def _expert_rows_backward(grad: Tensor, expert_offsets: Tensor, *, dtype: torch.dtype) -> Tensor:
     # The offsets stay on the device, without a host sync. `unsafe` skips the check that they end at the last row.

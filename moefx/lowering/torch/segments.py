@@ -129,11 +129,7 @@ class SegmentGemms:
                 is_open = pad is None
 
     def for_each_group(
-        self,
-        work: Callable[[Group], Any],
-        then: Callable[[Group, Any], None] | None = None,
-        *,
-        multiplications: int,
+        self, work: Callable[[Group], Any], then: Callable[[Group, Any], None] | None = None, *, multiplications: int
     ) -> None:
         """Call `work` for each group, then `then(group, result)` in order (see `for_each`).
 
@@ -325,15 +321,15 @@ def _grouped_mm(
     num_in, num_out = weight_shape("grouped_mm", w, expert_offsets, transposed, rows.shape[1])
     gemms = SegmentGemms(expert_offsets, dtype, num_in * num_out)
     out, operands = new_buffer(rows, (rows.shape[0], num_out)), gemms.weights(w, transposed)
-    read, slices = gemms.read(rows), gemms.slices(out)
+    operand_rows, slices = gemms.read(rows), gemms.slices(out)
     summands = None if summand is None else gemms.read(summand)
 
     def run(group: Group) -> None:
         part = slices[group.index]
         if summands is None:
-            product = gemms.multiply(group, read[group.index], operands, part)
+            product = gemms.multiply(group, operand_rows[group.index], operands, part)
         else:
-            product = gemms.multiply_add(group, read[group.index], operands, summands[group.index], part)
+            product = gemms.multiply_add(group, operand_rows[group.index], operands, summands[group.index], part)
         if product is not part:
             part.copy_(group.drop_padding(product))
 

@@ -32,8 +32,8 @@ def _on_gpu(tensor: Tensor, *_: Any, **__: Any) -> bool:
 
 def _supports_routing(topk_ids: Tensor, topk_weights: Tensor | None, *_: Any, drop: str = "none", **__: Any) -> bool:
     # Dropping by weight sorts the weights' bits, and the kernel reads 32 of them.
-    narrow = drop != "weight" or topk_weights is None or topk_weights.dtype is not torch.float64
-    return topk_ids.device.type == "cuda" and narrow
+    has_narrow_weights = drop != "weight" or topk_weights is None or topk_weights.dtype is not torch.float64
+    return topk_ids.device.type == "cuda" and has_narrow_weights
 
 
 def _supports_experts(x: Tensor, *args: Any, body: str, dtype: torch.dtype | None = None, **_: Any) -> bool:

@@ -63,12 +63,12 @@ def place_choices(topk_ids: Tensor, keep: Tensor | None, *, places: Sequence[int
     if not place.numel():
         return place
     table = exchange_routes.build_destination_table(places, topk_ids.device)
-    kept = None if keep is None else keep.contiguous().view(torch.uint8)
+    keep_bytes = None if keep is None else keep.contiguous().view(torch.uint8)
     with use_device(place.device):
         launch(
             _places.place_kernel,
             (cdiv(place.numel(), 1024),),
-            (topk_ids.contiguous(), kept, table, place, place.numel(), len(places)),
+            (topk_ids.contiguous(), keep_bytes, table, place, place.numel(), len(places)),
             dict(HAS_KEEP=keep is not None, HAS_TABLE=table is not None, BLOCK=1024),
         )
     return place
@@ -99,13 +99,13 @@ def count_rows(
     counts = _zeros_ending_with(fingerprint, exchange_routes.count_fields(levels, near), place.device).clone()
     if not place.numel():
         return counts
-    wanted, bins = _count_table(tuple(levels), num_slots, dedup, tuple(near), place.device)
+    table, bins = _count_table(tuple(levels), num_slots, dedup, tuple(near), place.device)
     num_tokens, top_k = place.shape
     with use_device(place.device):
         launch(
             _places.count_rows_kernel,
-            (cdiv(num_tokens, _TOKENS), wanted.shape[0]),
-            (place.contiguous(), counts, wanted, num_tokens),
+            (cdiv(num_tokens, _TOKENS), table.shape[0]),
+            (place.contiguous(), counts, table, num_tokens),
             dict(K=top_k, BINS=bins, BLOCK=_TOKENS),
         )
     return counts
@@ -126,8 +126,8 @@ def _count_table(
     rows = [[n, positions // n * num_slots, int(dedup), 0, begin, end] for n in units]
     rows += [[near[1] - near[0], num_slots, int(dedup), 1, begin, end]] if near else []
     rows += [[positions, num_slots, 0, 0, 0, 0]]
-    stored = itertools.accumulate([0, *(row[0] for row in rows[:-1])])
-    table = [[at, *row] for at, row in zip(stored, rows, strict=True)]
+    begins = itertools.accumulate([0, *(row[0] for row in rows[:-1])])
+    table = [[at, *row] for at, row in zip(begins, rows, strict=True)]
     return torch.tensor(table, dtype=torch.int32, device=device), max(16, next_power_of_2(max(row[0] for row in rows)))
 
 
@@ -291,8 +291,8 @@ def _column_arguments(pair: _Pair | None) -> tuple[Any, Sequence[Any]]:
     column, source, out = pair
     spans = [column.num_bytes, source.stride, source.begin, out.stride, out.begin]
     size = math.gcd(8, source.base.data_ptr(), out.base.data_ptr(), *spans)
-    described = (_WORDS_OF_BYTES[size], column.num_bytes // size, source.begin, out.begin)
-    return described, (source.base, source.stride // size, out.base, out.stride // size)
+    layout = (_WORDS_OF_BYTES[size], column.num_bytes // size, source.begin, out.begin)
+    return layout, (source.base, source.stride // size, out.base, out.stride // size)
 
 
 def _padded_width(column: Any) -> int:

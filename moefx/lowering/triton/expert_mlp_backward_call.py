@@ -44,8 +44,8 @@ class BackwardCall(KernelCall):
         width, inner = self.act_width, self.out_width
 
         def trial(tiles: Config) -> None:  # does not overwrite H
-            others = [torch.empty_like(h) for h in hidden] if grad_hidden is hidden else grad_hidden
-            self.act_backward(grad, gather, hidden, others, scaled_act, need_w, tiles)
+            grad_buffers = [torch.empty_like(h) for h in hidden] if grad_hidden is hidden else grad_hidden
+            self.act_backward(grad, gather, hidden, grad_buffers, scaled_act, need_w, tiles)
 
         tiles = tiles or self.config("act_backward", width, inner, trial)
         if tiles.roles and tiles.fused and not warp_specialized.supports_act_backward(self, grad, hidden, tiles):

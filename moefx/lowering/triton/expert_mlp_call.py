@@ -34,8 +34,8 @@ from .weight_operands import Weights, is_describable, make_descriptor, stack_bia
 def matmul_precision(x: Tensor) -> str:
     """Return the precision of float32 products, "tf32" or "ieee": torch's setting for matmul, if the device has
     TF32."""
-    wanted = x.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    has_it = wanted and (target(x.device).startswith("sm") or target(x.device) == "gfx942")
+    allows_tf32 = x.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    has_it = allows_tf32 and (target(x.device).startswith("sm") or target(x.device) == "gfx942")
     return "tf32" if has_it else "ieee"
 
 
@@ -76,11 +76,11 @@ class KernelCall:
     def config(self, kernel: str, columns: int, inner: int, trial: Callable[[Config], object]) -> Config:
         """Return the configuration of a GEMM, which may be tuned with `trial`."""
         shape = (columns, inner, self.call.num_rows // self.num_experts)
-        recorded = self.schedules.copy()
+        schedules = self.schedules.copy()
         try:
             return config(kernel, self.device, self.dtype, shape, self.num_experts, trial)
         finally:
-            self.schedules = recorded  # schedules of trials are not on the tape
+            self.schedules = schedules  # schedules of trials are not on the tape
 
     def empty(self, num_rows: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
         return empty((num_rows, width), dtype or self.dtype, self.device)
@@ -153,17 +153,17 @@ class KernelCall:
         w0, w1 = (w.operand(backward=False, block=block) for w in self.part_weights())
         bias0, bias1 = self.part_biases()
         h0, h1 = self.parts(hidden) if hidden else (self.x, self.x)
-        stored = [t for t in (h0 if hidden else None, h1 if hidden else None, act) if t is not None]
-        described: list[Any] = [None, None, None]
-        if describe_out := tiles.store_descriptors and all(map(is_describable, stored)):
+        results = [t for t in (h0 if hidden else None, h1 if hidden else None, act) if t is not None]
+        outputs: list[Any] = [None, None, None]
+        if describe_out := tiles.store_descriptors and all(map(is_describable, results)):
             if hidden:
-                described[:2] = (make_descriptor(h, tiles.bm, (2 if point.joined else 1) * tiles.bn) for h in (h0, h1))
-            described[2] = None if act is None else make_descriptor(act, tiles.bm, tiles.bn)
+                outputs[:2] = (make_descriptor(h, tiles.bm, (2 if point.joined else 1) * tiles.bn) for h in (h0, h1))
+            outputs[2] = None if act is None else make_descriptor(act, tiles.bm, tiles.bn)
         args = (
             *(self.x, self.x.stride(0), call.token_ids, schedule, max_tiles),
             *(w0.source, w1.source, w0.expert, w0.column, w0.inner),
             *(bias0, bias1, *((0, 0) if bias0 is None else bias0.stride())),
-            *(self.w, h0, h1, h0.stride(0), self.x if act is None else act, *described, width, inner),
+            *(self.w, h0, h1, h0.stride(0), self.x if act is None else act, *outputs, width, inner),
         )
         constants = point.act_constants | dict(
             WEIGHT=max(w0.access, w1.access, key=len),  # "unaligned" if one of them is
@@ -228,9 +228,9 @@ class KernelCall:
         is_table = operands[0].access.startswith("table")
         if is_table:  # flattened loops do not pipeline loads through addresses
             tiles = dataclasses.replace(tiles, flatten=False)
-        described = tiles.descriptors and not gather and not is_table and is_describable(terms[0])
+        is_described = tiles.descriptors and not gather and not is_table and is_describable(terms[0])
         described_out = tiles.store_descriptors and is_describable(out)
-        left = [make_descriptor(t, tiles.bm, tiles.bk) if described else t for t in terms]
+        left = [make_descriptor(t, tiles.bm, tiles.bk) if is_described else t for t in terms]
         args = (
             *(left[0], left[-1], terms[0].stride(0), self.call.token_ids),
             *(schedule, max_tiles),
@@ -242,7 +242,7 @@ class KernelCall:
             SCALE=scale,
             TERMS=len(terms),
             GATHER=gather,
-            ROWS_DESCRIPTOR=described,
+            ROWS_DESCRIPTOR=is_described,
             OUT_DESCRIPTOR=described_out,
             WEIGHT=operands[0].access,
             COLUMNS_FIRST=operands[0].columns_first,

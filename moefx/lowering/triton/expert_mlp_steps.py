@@ -107,27 +107,27 @@ def _forward(run: KernelCall, keep: str, reduce: bool, stash: Stash | None) -> l
     hidden = [run.empty(num_rows, width) for width in run.up_widths] if keep in ("h", "all") else None
     act = run.empty(num_rows, run.act_width)
     run.project_up(hidden, act)
-    kept = {"h": hidden, "all": [*(hidden or []), act]}.get(keep, [])
+    saved = {"h": hidden, "all": [*(hidden or []), act]}.get(keep, [])
     if stash is not None:
-        kept = [put_rows(kept or [], call.expert_offsets, stash)]
+        saved = [put_rows(saved or [], call.expert_offsets, stash)]
         del hidden
     out = run.empty(num_rows, run.out_width, run.dtype if reduce else call.out_dtype)
     run.project_down(act, out, scaled=not reduce)
     if reduce:
         del act
         out = run.combine(out, call.out_dtype, run.point.scale)
-    return [out, *(kept or [])]
+    return [out, *(saved or [])]
 
 
 def _take_kept_rows(run: BackwardCall, keep: str, stash: Stash, ticket: Tensor) -> list[Tensor]:
     """Take the kept rows out of the stash, or compute them again."""
     call = run.call
-    kept = [run.empty(call.num_rows, width) for width in call.body.kept_widths(keep, run.up_widths)]
+    kept_rows = [run.empty(call.num_rows, width) for width in call.body.kept_widths(keep, run.up_widths)]
     if call.num_rows:
-        missing = take_rows(kept, call.expert_offsets, stash, ticket)
+        missing_offsets = take_rows(kept_rows, call.expert_offsets, stash, ticket)
         num_up = len(call.up)
-        run.with_offsets(missing).project_up(kept[:num_up], next(iter(kept[num_up:]), None))
-    return kept
+        run.with_offsets(missing_offsets).project_up(kept_rows[:num_up], next(iter(kept_rows[num_up:]), None))
+    return kept_rows
 
 
 def _backward(

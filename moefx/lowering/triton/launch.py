@@ -96,8 +96,8 @@ def launch(
 
 
 def _register_kernel(kernel: Any) -> tuple[Any, tuple[str, ...]]:
-    known = _kernels[id(kernel)] = kernel, tuple(p.name for p in kernel.params if p.is_constexpr)
-    return known
+    entry = _kernels[id(kernel)] = kernel, tuple(p.name for p in kernel.params if p.is_constexpr)
+    return entry
 
 
 def underlying_tensor(argument: Any) -> Any:

@@ -112,8 +112,8 @@ def _formulas(body: ExpertBody, widths: Sequence[int] | None) -> Formulas:
             f"{pointwise_expression.format_expression(body.out)} after the down-projection is not linear in y"
         )
     order = _load_order(body, widths)
-    for expr, known in ((body.act, (*order, "w")), (body.out, ("y", "w"))):
-        if unknown := [name for name in pointwise_expression.list_variables(expr) if name not in known]:
+    for expr, variables in ((body.act, (*order, "w")), (body.out, ("y", "w"))):
+        if unknown := [name for name in pointwise_expression.list_variables(expr) if name not in variables]:
             raise Underivable(f"{pointwise_expression.format_expression(expr)} has an unknown variable {unknown[0]}")
     parameters = (*order, *(["_"] if len(order) == 1 else []), "w")
     value, *gradients = derive_gradients(body.act, "g", parameters)
@@ -134,8 +134,8 @@ def _load_order(body: ExpertBody, widths: Sequence[int] | None) -> list[str]:
     names = [f"a{i}" for i in range(len(body.parts))]
     if len({gemm.bias for gemm in body.up}) > 1:
         raise Underivable("only one of two up-projections has a bias")
-    if apart := next((gemm.bias_dtype for gemm in (*body.up, body.down) if gemm.bias_dtype), ""):
-        raise Underivable(f"a bias has another dtype, {apart}, than the matrix products")
+    if bias_dtype := next((gemm.bias_dtype for gemm in (*body.up, body.down) if gemm.bias_dtype), ""):
+        raise Underivable(f"a bias has another dtype, {bias_dtype}, than the matrix products")
     if len({gemm.transposed for gemm in body.up}) > 1:
         raise Underivable("only one of two up-projections is transposed")
     if len(names) > 2:

@@ -96,9 +96,9 @@ def take_rows(kept: Sequence[Tensor], expert_offsets: Tensor, stash: Stash, tick
     return missing
 
 
-def _move_rows(kept: Sequence[Tensor], stash: Stash, ticket: Tensor, to_ring: bool) -> None:
+def _move_rows(columns: Sequence[Tensor], stash: Stash, ticket: Tensor, to_ring: bool) -> None:
     column = 0
-    for rows in kept:
+    for rows in columns:
         num_rows, width = rows.shape
         bt, bd = choose_block(width, 4096)
         part = stash.rows[:, column : column + width]

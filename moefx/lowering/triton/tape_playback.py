@@ -96,12 +96,12 @@ class Launch(NamedTuple):
     def slots(self) -> set[int]:
         return {slot for _, slot, *_ in (*self.pointers, *self.descriptors)}
 
-    def with_slots(self, moved: dict[int, tuple[int, int]]) -> Launch:
+    def with_slots(self, places: dict[int, tuple[int, int]]) -> Launch:
         """Return the launch with other slots and offsets in place of some slots."""
 
         def move(pointers: Iterable[Any]) -> tuple[Any, ...]:
             return tuple(
-                (i, moved[slot][0], offset + moved[slot][1], *rest) if slot in moved else (i, slot, offset, *rest)
+                (i, places[slot][0], offset + places[slot][1], *rest) if slot in places else (i, slot, offset, *rest)
                 for i, slot, offset, *rest in pointers
             )
 
@@ -149,24 +149,26 @@ class Playback:
 def _use_workspace(steps: Sequence[Step], results: Sequence[int], num_slots: int) -> tuple[list[Step], int]:
     """Move small buffers that only launches use to one allocation. Buffers that do not live at the same time may
     overlap: launches run in order."""
-    whole = {*results, *(slot for s in steps if isinstance(s, Apply) for slot, _ in s.sources)}
-    small = {s.slot: s for s in steps if isinstance(s, Allocate) and s.slot not in whole and s.num_bytes <= _SMALL}
-    if len({s.device for s in small.values()}) != 1 or launching.INTERPRETED:
+    separate_slots = {*results, *(slot for s in steps if isinstance(s, Apply) for slot, _ in s.sources)}
+    small_allocations = {
+        s.slot: s for s in steps if isinstance(s, Allocate) and s.slot not in separate_slots and s.num_bytes <= _SMALL
+    }
+    if len({s.device for s in small_allocations.values()}) != 1 or launching.INTERPRETED:
         return list(steps), num_slots
-    workspace, size, live, moved = num_slots, 0, dict[int, tuple[int, int]](), dict[int, tuple[int, int]]()
-    kept: list[Step] = []
+    workspace, size, ranges, places = num_slots, 0, dict[int, tuple[int, int]](), dict[int, tuple[int, int]]()
+    new_steps: list[Step] = []
     for step in steps:
-        if isinstance(step, Allocate) and step.slot in small:
-            begin = _find_room(live.values(), step.num_bytes)
-            live[step.slot] = begin, begin + step.num_bytes
-            moved[step.slot] = workspace, begin
+        if isinstance(step, Allocate) and step.slot in small_allocations:
+            begin = _find_room(ranges.values(), step.num_bytes)
+            ranges[step.slot] = begin, begin + step.num_bytes
+            places[step.slot] = workspace, begin
             size = max(size, begin + step.num_bytes)
-        elif isinstance(step, Free) and step.slot in small:
-            live.pop(step.slot)
+        elif isinstance(step, Free) and step.slot in small_allocations:
+            ranges.pop(step.slot)
         else:
-            kept.append(step.with_slots(moved) if isinstance(step, Launch) else step)
-    device = next(iter(small.values())).device
-    return [Allocate(workspace, (size,), torch.uint8, device), *kept], num_slots + 1
+            new_steps.append(step.with_slots(places) if isinstance(step, Launch) else step)
+    device = next(iter(small_allocations.values())).device
+    return [Allocate(workspace, (size,), torch.uint8, device), *new_steps], num_slots + 1
 
 
 def _find_room(occupied: Iterable[tuple[int, int]], size: int) -> int:

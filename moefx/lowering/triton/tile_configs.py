@@ -52,9 +52,9 @@ class Config:
     @property
     def text(self) -> str:
         """The tile, and the options that differ from their defaults."""
-        rest = {f.name: (getattr(self, f.name), f.default) for f in dataclasses.fields(self)[5:]}
-        words = [name if v is True else f"{name}={int(v)}" for name, (v, default) in rest.items() if v != default]
-        return " ".join([f"{self.bm}x{self.bn}x{self.bk} warps={self.warps} stages={self.stages}", *words])
+        options = {f.name: (getattr(self, f.name), f.default) for f in dataclasses.fields(self)[5:]}
+        texts = [name if v is True else f"{name}={int(v)}" for name, (v, default) in options.items() if v != default]
+        return " ".join([f"{self.bm}x{self.bn}x{self.bk} warps={self.warps} stages={self.stages}", *texts])
 
 
 # Gluon is experimental. The kernels of `hopper` compile with Triton from the first version to before the second.

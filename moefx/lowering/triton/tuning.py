@@ -46,20 +46,20 @@ def config(
         shape: (columns of the result, inner size, mean rows of an expert).
         trial: runs the GEMM with a configuration; None if it must not be tuned.
     """
-    chosen, reason, distance = find_nearest_config(kernel, device, dtype, shape)
+    tiles, reason, distance = find_nearest_config(kernel, device, dtype, shape)
     if tile_configs.target(device) == "interpreter":
-        return chosen
+        return tiles
     if distance > _NEAR and trial and autotune.can_tune(shape, num_experts):
         with autotune.tuning_lock:
-            chosen, reason, distance = find_nearest_config(
+            tiles, reason, distance = find_nearest_config(
                 kernel, device, dtype, shape
             )  # another thread may have found it
             if distance > _NEAR:
-                chosen, reason = _tune(kernel, device, dtype, shape, trial, chosen, reason)
+                tiles, reason = _tune(kernel, device, dtype, shape, trial, tiles, reason)
     if distance == math.inf:
         _log_untuned(tile_configs.target(device), _dtype_name(dtype))
-    _used[kernel, f"{_dtype_name(dtype)} {_text(shape)}"] = (chosen, reason)
-    return chosen
+    _used[kernel, f"{_dtype_name(dtype)} {_text(shape)}"] = (tiles, reason)
+    return tiles
 
 
 @functools.cache
@@ -84,21 +84,21 @@ def find_nearest_config(
     table = _entries(device)
     entries = [(*e, d) for d in dtypes for e in table.get((tile_configs.target(device), _dtype_name(d), kernel), ())]
     if entries:
-        tuned, chosen, where, its_dtype = min(entries, key=lambda entry: _distance(entry[0], shape))
-        reason, distance = f"tuned {where} {_text(tuned)}", _distance(tuned, shape)
+        tuned_shape, tiles, environment, its_dtype = min(entries, key=lambda entry: _distance(entry[0], shape))
+        reason, distance = f"tuned {environment} {_text(tuned_shape)}", _distance(tuned_shape, shape)
         reason += "" if its_dtype is dtype else f", {_dtype_name(its_dtype)}"
     else:
-        chosen, distance = tile_configs.default_config(kernel, device, dtype), math.inf
+        tiles, distance = tile_configs.default_config(kernel, device, dtype), math.inf
         reason = f"the default: nothing is tuned for {tile_configs.target(device)} {_dtype_name(dtype)}"
-    if chosen.roles and not tile_configs.HAS_ROLES:
-        chosen = tile_configs.portable_config(kernel)
+    if tiles.roles and not tile_configs.HAS_ROLES:
+        tiles = tile_configs.portable_config(kernel)
         reason = f"without Gluon's kernels, which are not known to compile with Triton {triton.__version__}"
-    return chosen, reason, distance
+    return tiles, reason, distance
 
 
 def list_used_configs() -> list[str]:
     """Return the choices of `config` so far in this process and their reasons, a line for each kernel and shape."""
-    return [f"{kernel} {shape}: {chosen.text}; {why}" for (kernel, shape), (chosen, why) in sorted(_used.items())]
+    return [f"{kernel} {shape}: {tiles.text}; {reason}" for (kernel, shape), (tiles, reason) in sorted(_used.items())]
 
 
 def _tune(
@@ -167,8 +167,8 @@ def _parse_line(text: str) -> tuple[tuple[str, str, str], tuple[int, ...], Confi
     tiles = Config(**row["config"])
     for name, value in dataclasses.asdict(tiles).items():
         is_size = name in ("bm", "bn", "bk", "warps")
-        least = 0 if name == "persistent" or isinstance(value, bool) else 1
-        if not isinstance(value, int) or value < least or (is_size and value & (value - 1)):
+        minimum = 0 if name == "persistent" or isinstance(value, bool) else 1
+        if not isinstance(value, int) or value < minimum or (is_size and value & (value - 1)):
             raise ValueError(f"{name} is {value!r}")
     key = row["target"], row["dtype"], row["kernel"]
     if not all(isinstance(name, str) for name in key):

@@ -84,9 +84,9 @@ def try_multiply_rows(
         return False
     call, (width, inner) = run.call, (out.shape[1], terms[0].shape[1])
     schedule, max_tiles = run.schedule(_BM)
-    described = [None if gather else _describe(t, _BM, _BK) for t in terms] + [None]
+    descriptors = [None if gather else _describe(t, _BM, _BK) for t in terms] + [None]
     args = (
-        *(terms[0], described[0], described[1], terms[0].stride(0), call.token_ids),
+        *(terms[0], descriptors[0], descriptors[1], terms[0].stride(0), call.token_ids),
         *(schedule, max_tiles, *(*w, None)[:2], bias, *((0, 0) if bias is None else bias.stride()), run.w),
         *(out, _describe(out, _BM, 64), width, inner),
     )
@@ -184,13 +184,13 @@ def _fit(*tensors: Tensor) -> bool:
 
 def _describe_weights(weights: Sequence[Weights], *, backward: bool, columns: int) -> list[Any] | None:
     """Tensor descriptors of the weights for boxes of `columns` columns, or None if TMA cannot describe them."""
-    described = []
+    descriptors = []
     for w in weights:
         if w.addresses is not None or not _fit(w.tensor):
             return None
         block = (columns, _BK) if w.columns_first(backward=backward) else (_BK, columns)
-        described.append(_describe(w.tensor, 1, *block))
-    return described
+        descriptors.append(_describe(w.tensor, 1, *block))
+    return descriptors
 
 
 def _describe(tensor: Tensor, *block: int) -> Any:

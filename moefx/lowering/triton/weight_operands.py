@@ -47,12 +47,12 @@ class Weights:
         if all(p.dtype is dtype for group in groups for p in group):
             stacked = all(is_stacked(group, 2) or strided_view(group) is not None for group in groups)
             if stacked:
-                made = [Weights(stack_weights(group, dtype), out_dim) for group in groups]
-                if all(w.tensor.stride() == made[0].tensor.stride() for w in made):
-                    return made
+                weights = [Weights(stack_weights(group, dtype), out_dim) for group in groups]
+                if all(w.tensor.stride() == weights[0].tensor.stride() for w in weights):
+                    return weights
             separate = not any(is_stacked(group, 2) for group in groups)
-            alike = all(p.stride() == first.stride() and p.data_ptr() % 16 == 0 for g in groups for p in g)
-            if separate and alike and not _is_wide(first):
+            have_equal_strides = all(p.stride() == first.stride() and p.data_ptr() % 16 == 0 for g in groups for p in g)
+            if separate and have_equal_strides and not _is_wide(first):
                 for _ in groups:
                     count_weight_path("table")
                 return [Weights(g[0], out_dim, tuple(p.data_ptr() for p in g)) for g in groups]
@@ -86,8 +86,8 @@ class Weights:
             return Operand(table, 0, column, inner, access, columns_first)
         expert = self.tensor.stride(0)
         if block is not None and is_describable(self.tensor):
-            described = make_descriptor(self.tensor, 1, *(block if columns_first else reversed(block)))
-            return Operand(described, expert, column, inner, "descriptor", columns_first)
+            descriptor = make_descriptor(self.tensor, 1, *(block if columns_first else reversed(block)))
+            return Operand(descriptor, expert, column, inner, "descriptor", columns_first)
         access = "strided, wide" if _is_wide(self.tensor) else "strided"
         return Operand(self.tensor, expert, column, inner, access, columns_first)
 
