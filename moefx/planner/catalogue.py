@@ -135,9 +135,9 @@ def find_model(name: str) -> Architecture:
     model = MODELS.get(name.lower())
     if model is None:
         near = nearest(name.lower(), MODELS, cutoff=0.5)
-        where = "and no such file" if "/" in name or name.endswith(".json") else "in the catalogue"
+        place = "and no such file" if "/" in name or name.endswith(".json") else "in the catalogue"
         raise UnknownArchitecture(
-            f"no model {name!r} {where}{near or '.'} The catalogue has {', '.join(MODELS)}; a transformers config is "
+            f"no model {name!r} {place}{near or '.'} The catalogue has {', '.join(MODELS)}; a transformers config is "
             "named by its file or directory, a module of your own by package.module:factory or given to moefx.plan"
         )
     return model

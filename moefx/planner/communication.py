@@ -30,13 +30,13 @@ def build_exchange_sheet(levels: int) -> Sheet:
     sizes = [quantity(f"n{i + 1}") for i in range(levels)]
     links = [(quantity(f"alpha{i + 1}"), quantity(f"beta{i + 1}")) for i in range(levels)]
     ranks = sympy.Mul(*sizes)
-    above = [sympy.Mul(*sizes[:i]) for i in range(levels)]  # number of units at the level above
-    nodes = above[-1]
-    made: list[Formula] = []
+    units_above = [sympy.Mul(*sizes[:i]) for i in range(levels)]  # number of units at the level above
+    nodes = units_above[-1]
+    formulas: list[Formula] = []
 
     def formula(name: str, expression: sympy.Expr, unit: str, meaning: str) -> sympy.Symbol:
-        made.append(Formula(name, expression, unit, meaning))
-        return made[-1].symbol
+        formulas.append(Formula(name, expression, unit, meaning))
+        return formulas[-1].symbol
 
     def add_even_exchange(dispatch: str, rows: sympy.Expr, w: sympy.Expr, note: str) -> None:
         """Add the formulas of an exchange among all ranks, which uses the links of all levels at the same time."""
@@ -47,12 +47,12 @@ def build_exchange_sheet(levels: int) -> Sheet:
                 "1",
                 f"rows of a token that leave a rank over level {i + 1}: {note}",
             )
-            for i, (size, within) in enumerate(zip(sizes, above, strict=True))
+            for i, (size, within) in enumerate(zip(sizes, units_above, strict=True))
         ]
         slowest = [rows_out * t * w * beta for rows_out, (_, beta) in zip(leaving, links, strict=True)]
-        through = sympy.Max(*slowest, rows * (1 - 1 / ranks) * t * w * beta0)
+        transfer = sympy.Max(*slowest, rows * (1 - 1 / ranks) * t * w * beta0)
         took = f"an exchange, one direction: {note}; the slowest level"
-        formula(f"T_{dispatch}", alpha0 + through + rows * t * w * gamma, "s", took)
+        formula(f"T_{dispatch}", alpha0 + transfer + rows * t * w * gamma, "s", took)
 
     add_even_exchange("flat", k, w1, "one row for each slot")
     of_ranks = formula("D", distinct(E, k, ranks), "1", "ranks that a token's experts are on; X-MoE figure 4")
@@ -60,7 +60,7 @@ def build_exchange_sheet(levels: int) -> Sheet:
     add_even_exchange("all_gather", ranks, w_all, "one row for every rank")
     if levels > 1:
         seconds, hop_rows = [], []
-        for i, (size, within) in enumerate(zip(sizes, above, strict=True)):
+        for i, (size, within) in enumerate(zip(sizes, units_above, strict=True)):
             level = f"level {i + 1}"
             parts = formula(f"D{i + 1}", distinct(E, k, within * size), "1", f"units of {level} with a token's experts")
             leave = f"rows of a token that leave a rank over {level} alone; X-MoE section 4.2"
@@ -68,20 +68,20 @@ def build_exchange_sheet(levels: int) -> Sheet:
             alpha, beta = links[i]
             hop_rows.append(parts)
             seconds.append(formula(f"T_hop_{i + 1}", alpha + rows * t * w * beta, "s", f"a hop over {level}"))
-        handled = sympy.Add(*hop_rows) * t * w * gamma
-        formula("T_rbd", sympy.Add(*seconds) + handled, "s", "an exchange, one direction: one hop after the other")
+        handling = sympy.Add(*hop_rows) * t * w * gamma
+        formula("T_rbd", sympy.Add(*seconds) + handling, "s", "an exchange, one direction: one hop after the other")
         alpha, beta = links[-1]
         inside = of_ranks * (1 - 1 / sizes[-1]) * t * w
-        near, far = alpha + inside / nodes * beta, alpha + inside * (1 - 1 / nodes) * beta
+        own_node, other_nodes = alpha + inside / nodes * beta, alpha + inside * (1 - 1 / nodes) * beta
         hops = sympy.Add(*seconds[:-1])
-        beside = sympy.Add(*hop_rows[:-1]) * (1 - 1 / nodes) + of_ranks
+        handled_rows = sympy.Add(*hop_rows[:-1]) * (1 - 1 / nodes) + of_ranks
         formula(
             "T_halo",
-            sympy.Max(hops, near) + far + beside * t * w * gamma,
+            sympy.Max(hops, own_node) + other_nodes + handled_rows * t * w * gamma,
             "s",
             "an exchange, one direction, in three phases; Piper eq. 13",
         )
-    return Sheet(made)
+    return Sheet(formulas)
 
 
 REDUNDANCY = Sheet(
@@ -151,24 +151,24 @@ def combine_links(sizes: tuple[int, ...], links: Links) -> tuple[float, float]:
 
     Each level carries its part of the bytes that leave a rank. The levels work in parallel, so the slowest one counts.
     """
-    above, ranks, slowest = 1, math.prod(sizes), 0.0
+    num_units, ranks, slowest = 1, math.prod(sizes), 0.0
     for size, (_, beta) in zip(sizes, links, strict=True):
-        slowest = max(slowest, (1 - 1 / size) / above * beta)
-        above *= size
+        slowest = max(slowest, (1 - 1 / size) / num_units * beta)
+        num_units *= size
     return max(alpha for alpha, _ in links), slowest / (1 - 1 / ranks) if ranks > 1 else links[0][1]
 
 
 def collect_level_values(
-    sizes: tuple[int, ...], links: Links, whole: tuple[float, float], handling: float = 0.0
+    sizes: tuple[int, ...], links: Links, even_link: tuple[float, float], handling: float = 0.0
 ) -> dict[str, float]:
     """Return a topology's values for `build_exchange_sheet(len(sizes))`.
 
     Args:
         sizes, links: units and (alpha, beta) of each level, coarse to fine.
-        whole: (alpha, beta) over all levels.
+        even_link: (alpha, beta) over all levels.
         handling: seconds to pack and unpack a byte.
     """
-    values = {"alpha0": whole[0], "beta0": whole[1], "gamma": handling}
+    values = {"alpha0": even_link[0], "beta0": even_link[1], "gamma": handling}
     for i, (size, (alpha, beta)) in enumerate(zip(sizes, links, strict=True)):
         values |= {f"n{i + 1}": size, f"alpha{i + 1}": alpha, f"beta{i + 1}": beta}
     return values

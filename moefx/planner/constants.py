@@ -30,12 +30,12 @@ def render_sources(platform: Platform) -> str:
     """Render tables of the platform's figures and networks."""
     rows = []
     for name, value in _list_figures(platform).items():
-        shown = amount(value, _UNITS.get(name, "1"))
+        text = amount(value, _UNITS.get(name, "1"))
         if not value and name in _INSTEAD:
-            shown = _INSTEAD[name]
+            text = _INSTEAD[name]
         if value >= FREE:
-            shown = "adds no time"
-        rows.append([name, shown, _find_source(platform, name, value)])
+            text = "adds no time"
+        rows.append([name, text, _find_source(platform, name, value)])
     links = [
         [n.name, str(n.ranks or "all"), amount(n.bandwidth, "B/s"), amount(n.latency, "s"),
          amount(n.p2p or n.bandwidth, "B/s"), n.source or "no source"]
@@ -49,20 +49,22 @@ def render_assumptions(model: Architecture, platform: Platform) -> str:
     """List the peaks, the measured figures, and the effects that the formulas leave out."""
     named = {name: source for name, source in platform.sources.items() if name != "fast_domain"}
     named |= {f"links of a {network.name}": network.source for network in platform.networks}
-    measured = [name for name, source in named.items() if source.startswith("measured")]
-    fitted = [name for name, source in named.items() if source.startswith("fitted")]
-    printed = ", ".join(name for name in named if name not in (*measured, *fitted))
-    unknown = [
+    measured_names = [name for name, source in named.items() if source.startswith("measured")]
+    fitted_names = [name for name, source in named.items() if source.startswith("fitted")]
+    printed = ", ".join(name for name in named if name not in (*measured_names, *fitted_names))
+    unknown_names = [
         name for name, value in _list_figures(platform).items() if _find_source(platform, name, value) == _NOT_MEASURED
     ]
-    unknown = [name for name in unknown if name != "overhead"]  # of memory, below
-    unknown += [f"latency of a {network.name}" for network in platform.networks if not network.latency]
+    unknown_names = [name for name in unknown_names if name != "overhead"]  # of memory, below
+    unknown_names += [f"latency of a {network.name}" for network in platform.networks if not network.latency]
     lines = [
         f"From data sheets, guides and papers, so peaks that programs do not reach: {printed}." if printed else "",
-        f"Measured: {', '.join(measured)}." if measured else "Nothing was measured on this platform.",
-        f"Coefficients of the formulas, fitted to measured times: {', '.join(fitted)}." if fitted else "",
-        _COEFFICIENTS if {"expert_rows", "expert_weights"} & set(fitted) else "",
-        f"Not measured, so assumed ideal, which makes times too short: {', '.join(unknown)}." if unknown else "",
+        f"Measured: {', '.join(measured_names)}." if measured_names else "Nothing was measured on this platform.",
+        f"Coefficients of the formulas, fitted to measured times: {', '.join(fitted_names)}." if fitted_names else "",
+        _COEFFICIENTS if {"expert_rows", "expert_weights"} & set(fitted_names) else "",
+        f"Not measured, so assumed ideal, which makes times too short: {', '.join(unknown_names)}."
+        if unknown_names
+        else "",
         "Nothing overlaps: exchanges and gradients wait for computation, and computation waits for them.",
         "Tokens are spread evenly over the experts, and none is dropped.",
         "Attention is causal and full in every layer: savings of windows and sparse attention are not counted.",

@@ -91,8 +91,10 @@ class Decision:
     @property
     def decided(self) -> dict[str, Any]:
         """The fields that the planner decided, with their values."""
-        wanted, made = dataclasses.asdict(self.facts.user_plan), dataclasses.asdict(self.plan)
-        return {name: value for name, value in made.items() if value not in (wanted[name], None) and name != "tokens"}
+        user_values, values = dataclasses.asdict(self.facts.user_plan), dataclasses.asdict(self.plan)
+        return {
+            name: value for name, value in values.items() if value not in (user_values[name], None) and name != "tokens"
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """Return the decision as values that JSON can hold."""
@@ -112,18 +114,18 @@ class Decision:
         if self.candidates:
             zero = self.candidates[0].entry.layout.zero
             spread = f"ZeRO-{zero}" + (", which is yours to do (fully_shard)" if zero else "")
-            shared = self.candidates[0].use.shared
-            alike = f", the same along {shared!r}" if shared else ""
-            lines.append(f"  tokens    {facts.tokens_text}, {facts.source}{alike}")
+            shared_axis = self.candidates[0].use.shared
+            along = f", the same along {shared_axis!r}" if shared_axis else ""
+            lines.append(f"  tokens    {facts.tokens_text}, {facts.source}{along}")
             lines.append(f"  states    16 bytes a parameter, Adam in mixed precision, {spread}")
-            planned = " as planned" if facts.user_plan.memory else ""
-            lines.append(f"  memory    {amount(local.platform.memory_bytes, 'B')} a rank{planned}")
+            source = " as planned" if facts.user_plan.memory else ""
+            lines.append(f"  memory    {amount(local.platform.memory_bytes, 'B')} a rank{source}")
             lines.append(f"  platform  {local.platform.name}, {local.why}")
         for head, candidate in zip(
             ("chosen", "others", *[""] * len(self.candidates)), self.candidates[:_SHOWN], strict=False
         ):
             times = f"{candidate.seconds / self.candidates[0].seconds:.2f} times as long"
-            shown = amount(candidate.seconds, "s") if local.is_known else times
+            time = amount(candidate.seconds, "s") if local.is_known else times
             short = f", {amount(candidate.lacking, 'B')} too much" if candidate.lacking > 0 else ""
-            lines.append(f"  {head:<10}{candidate}: {amount(candidate.entry.memory['M_gpu'], 'B')}{short}, {shown}")
+            lines.append(f"  {head:<10}{candidate}: {amount(candidate.entry.memory['M_gpu'], 'B')}{short}, {time}")
         return "\n".join([*lines, *([f"  warning   {self.warning}"] if self.warning else [])])

@@ -67,27 +67,29 @@ def describe_survey(model: nn.Module, survey: Survey) -> Architecture:
     with_blocks = {path: name for name in names for path in layers if name == path or name.startswith(f"{path}.")}
     path, name = next(iter(with_blocks.items()))
     of_block, of_layer = _count_parameters(model.get_submodule(name)), _count_parameters(layers[path])
-    rest, biases = of_block - of_experts, of_experts - num_experts * matrices * d * width
+    other_parameters, biases = of_block - of_experts, of_experts - num_experts * matrices * d * width
     has_biases = biases == num_experts * ((matrices - 1) * width + d)
-    shared = max(rest - d * num_experts, 0) // (matrices * d)
+    shared_size = max(other_parameters - d * num_experts, 0) // (matrices * d)
     attention, note = _read_attention(model, layers[path], d, survey.has_attention)
     dense = [
-        _count_parameters(layer) - (of_layer - of_block) for where, layer in layers.items() if where not in with_blocks
+        _count_parameters(layer) - (of_layer - of_block)
+        for layer_path, layer in layers.items()
+        if layer_path not in with_blocks
     ]
-    vocab, outside = _count_outside(model, layers, d)
-    is_tied = outside < 2 * vocab * d
-    outside -= vocab * d * (1 if is_tied else 2)
+    vocab, outer_parameters = _count_outside(model, layers, d)
+    is_tied = outer_parameters < 2 * vocab * d
+    outer_parameters -= vocab * d * (1 if is_tied else 2)
     # Assume a decoder's norms (two a layer and a last one) if there are parameters for them. A lone block has none.
-    norms = 2 if of_layer - of_block >= 2 * d and outside >= d else 0
-    beside = of_layer - of_block - norms * d
+    norms = 2 if of_layer - of_block >= 2 * d and outer_parameters >= d else 0
+    attention_parameters = of_layer - of_block - norms * d
     return Architecture(
         name=type(model).__name__, hidden_size=d, num_layers=len(layers), num_moe_layers=len(with_blocks),
-        attention=dataclasses.replace(attention, num_extra=beside - attention.parameters(d)),
-        num_experts=num_experts, top_k=top_k, expert_size=width, matrices=matrices, shared_size=shared,
-        router_bias=rest - d * num_experts - shared * matrices * d + (0 if has_biases else biases),
+        attention=dataclasses.replace(attention, num_extra=attention_parameters - attention.parameters(d)),
+        num_experts=num_experts, top_k=top_k, expert_size=width, matrices=matrices, shared_size=shared_size,
+        router_bias=other_parameters - d * num_experts - shared_size * matrices * d + (0 if has_biases else biases),
         expert_bias=has_biases,
         dense_size=round(sum(dense) / len(dense) / (matrices * d)) if dense else 0, vocab_size=vocab,
-        is_tied=is_tied, norms=norms, num_other=outside - (d if norms else 0),
+        is_tied=is_tied, norms=norms, num_other=outer_parameters - (d if norms else 0),
         pointwise_bytes=_count_pointwise_bytes(survey, with_blocks, d),
         source=f"the modules of {path or 'the model, one block'}", note=note,
     )  # fmt: skip

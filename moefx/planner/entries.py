@@ -55,19 +55,19 @@ class Entry:
     def short_label(self) -> str:
         """A short label: `PP4 TP1 EP8 ZeRO-1 h`."""
         x = self.layout
-        kept = "inputs" if x.recompute else x.kept
-        return f"PP{x.pp} TP{x.tp} EP{x.ep}{' SSMB' if x.ssmb else ''} ZeRO-{x.zero} {kept}"
+        policy = "inputs" if x.recompute else x.kept
+        return f"PP{x.pp} TP{x.tp} EP{x.ep}{' SSMB' if x.ssmb else ''} ZeRO-{x.zero} {policy}"
 
     @property
     def long_label(self) -> str:
         """The label in words: `4 pipeline stages, experts over 8 GPUs, ZeRO-1, ...`"""
         x = self.layout
-        shared = {"data parallelism": x.dp, "tensor parallelism": x.tp, "experts": x.ep}
+        num_ranks_by_size = {"data parallelism": x.dp, "tensor parallelism": x.tp, "experts": x.ep}
         parts = [f"{x.pp} pipeline stages"] if x.pp > 1 else []
-        parts += [f"{size_name} over {ranks} GPUs" for size_name, ranks in shared.items() if ranks > 1]
+        parts += [f"{size_name} over {ranks} GPUs" for size_name, ranks in num_ranks_by_size.items() if ranks > 1]
         parts += ["SSMB"] if x.ssmb else []
-        kept = "only inputs of layers" if x.recompute else f"policy {x.kept!r}"
-        return ", ".join([*parts, f"ZeRO-{x.zero}", f"kept for the backward: {kept}"])
+        policy = "only inputs of layers" if x.recompute else f"policy {x.kept!r}"
+        return ", ".join([*parts, f"ZeRO-{x.zero}", f"kept for the backward: {policy}"])
 
     def __repr__(self) -> str:
         x = self.layout
@@ -77,10 +77,10 @@ class Entry:
     def cells(self) -> list[str]:
         """Return the entry's cells in a table with the columns `COLUMNS`, without the number."""
         x = self.layout
-        placed = "-" if x.ep == 1 else "EP first" if self.experts_first else "DP first"
+        order_text = "-" if x.ep == 1 else "EP first" if self.experts_first else "DP first"
         order = {"1f1b": "", "interleaved": f" x{x.chunks}"}.get(x.schedule, f" {x.schedule}") if x.pp > 1 else ""
         rows = x.dispatch if x.ep > 1 else "-"
-        sizes = [f"{x.pp}{order}", x.tp, x.dp, x.ep, placed, "yes" if x.ssmb else "-", x.zero, rows]
+        sizes = [f"{x.pp}{order}", x.tp, x.dp, x.ep, order_text, "yes" if x.ssmb else "-", x.zero, rows]
         policies = ["inputs" if x.recompute else x.kept, f"{x.microbatches} of {x.sequences}"]
         figures = [amount(self.memory["M_gpu"], "B"), amount(self.seconds, "s"), f"{self.mfu:.1%}"]
         return [*map(str, sizes), *policies, *figures]
@@ -107,8 +107,8 @@ class Entry:
             overrides: fields that replace the entry's.
         """
         x, names = self.layout, self.mesh["mesh_dim_names"]
-        counted = dict(pp=x.pp, tp=x.tp, ep=x.ep, zero=x.zero, microbatches=x.microbatches, recompute=int(x.recompute))
-        spread: dict[str, Any] = dict(tokens=x.sequences * x.tokens, layout=counted)
+        layout = dict(pp=x.pp, tp=x.tp, ep=x.ep, zero=x.zero, microbatches=x.microbatches, recompute=int(x.recompute))
+        spread: dict[str, Any] = dict(tokens=x.sequences * x.tokens, layout=layout)
         if x.ep > 1:
             spread |= dict(expert_axis="ep", dispatch=x.dispatch, topology_levels=self.units)
             if x.dispatch == "gather":
@@ -117,8 +117,8 @@ class Entry:
                 spread |= dict(expert_axis=("ep", "tp") if "ep" in names else "tp", sequence_axis="tp")
             if x.ssmb or x.tp == 1:  # otherwise "tp" ranks lie between "ep" ranks in both placements
                 spread |= dict(placement="ep_first" if self.experts_first else "dp_first")
-        kept: Any = x.kept
-        return Plan(**(dict(checkpoint=kept) | spread | overrides))
+        policy: Any = x.kept
+        return Plan(**(dict(checkpoint=policy) | spread | overrides))
 
 
 @dataclasses.dataclass(frozen=True)

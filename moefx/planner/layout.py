@@ -173,16 +173,16 @@ class Layout:
             raise InvalidPlan(f"ep={self.ep} does not divide the {model.num_experts} experts of {model.name}")
         if self.pp > model.num_layers:
             raise InvalidPlan(f"pp={self.pp} stages, but {model.name} has {model.num_layers} layers")
-        kept, gathers = CHECKPOINT_POLICIES[self.kept], self.dispatch == "gather"
+        policy, gathers = CHECKPOINT_POLICIES[self.kept], self.dispatch == "gather"
         room = Plan().resolve_stash_factor(self.ep)
         return _collect_model_values(model) | self.spread(self.zero) | {
             "PP": self.pp, "TP": self.tp, "EP": self.ep, "G": self.tp if self.ssmb else 1,
             "b": self.sequences, "s": self.tokens, "m": self.in_flight(stage),
             "n_emb": 1 if self.pp > 1 or model.is_tied else 2,
             "n_logits": int(stage == self.pp - 1 and model.vocab_size > 0),
-            "n_rows": kept.rows, "n_h": kept.num_hidden(model.matrices), "n_y": kept.outputs,
-            "c": kept.capacity_factor * (min(room or self.ep, self.ep) if gathers else 1), "w_mask": kept.mask_bytes,
-            "n_flat": int(self.dispatch == "flat" and self.ep > 1), "n_all": int(gathers),
+            "n_rows": policy.rows, "n_h": policy.num_hidden(model.matrices), "n_y": policy.outputs,
+            "c": policy.capacity_factor * (min(room or self.ep, self.ep) if gathers else 1),
+            "w_mask": policy.mask_bytes, "n_flat": int(self.dispatch == "flat" and self.ep > 1), "n_all": int(gathers),
             "n_again": int(self.recompute),
         }  # fmt: skip
 

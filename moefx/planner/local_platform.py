@@ -60,18 +60,18 @@ def find_local_platform(device_type: str, node: int | None = None) -> LocalPlatf
     device, memory_bytes = _read_device(device_type, node)
     known_name = recognize_device(device)
     base = PLATFORMS[known_name or _NEUTRAL]
-    nodes, *above = base.networks
-    networks = (dataclasses.replace(nodes, ranks=node), *(n for n in above if not n.ranks or n.ranks > node))
+    nodes, *outer_networks = base.networks
+    networks = (dataclasses.replace(nodes, ranks=node), *(n for n in outer_networks if not n.ranks or n.ranks > node))
     local_fields = dict(
         device=device, memory_bytes=memory_bytes, networks=networks, sources=base.sources | {"memory_bytes": "measured"}
     )
     if known_name:
         return LocalPlatform(dataclasses.replace(base, **local_fields), f"recognised by {device!r}")
-    why = (
+    reason = (
         f"no figures for {device!r}: those of {_NEUTRAL} compare layouts. {PLATFORM_VARIABLE}=FILE takes what "
         "`python -m moefx bench platform --out FILE` measures"
     )
-    return LocalPlatform(dataclasses.replace(base, name="unknown", **local_fields), why, is_known=False)
+    return LocalPlatform(dataclasses.replace(base, name="unknown", **local_fields), reason, is_known=False)
 
 
 def recognize_device(device: str) -> str | None:

@@ -75,29 +75,29 @@ def list_axis_uses(mesh: Any, plan: Plan, *, is_whole: bool = True) -> list[Axis
     """
     names = mesh.mesh_dim_names or ()
     sizes: dict[str, int] = dict(zip(names, mesh.mesh.shape if names else (), strict=True))
-    shared = plan.sequence_axis or (TENSOR_AXIS if sizes.get(TENSOR_AXIS, 1) > 1 else None)
-    tp = sizes.get(shared, 1) if shared else 1
+    token_axis = plan.sequence_axis or (TENSOR_AXIS if sizes.get(TENSOR_AXIS, 1) > 1 else None)
+    tp = sizes.get(token_axis, 1) if token_axis else 1
     ranks = math.prod(size for name, size in sizes.items() if name != PIPELINE_AXIS)
 
     def use(axes: tuple[str, ...], sequence_axis: str | None) -> AxisUse:
         in_order = tuple(name for name in sizes if name in axes)
         group = mesh.mesh[tuple(slice(None) if name in axes else 0 for name in sizes)]
-        return AxisUse(in_order, sequence_axis, shared or "", tp, ranks // tp, tuple(group.flatten().tolist()))
+        return AxisUse(in_order, sequence_axis, token_axis or "", tp, ranks // tp, tuple(group.flatten().tolist()))
 
     if plan.expert_axis != "auto" or not sizes:
         return [use(resolve_expert_axes(mesh, plan.expert_axis), plan.sequence_axis)]
-    candidates = [name for name in sizes if name not in (PIPELINE_AXIS, shared)]
-    several = [name for name in candidates if sizes[name] > 1] or candidates
-    choices = [(EXPERT_AXIS,)] if EXPERT_AXIS in candidates else [*((name,) for name in several), tuple(several)]
+    candidates = [name for name in sizes if name not in (PIPELINE_AXIS, token_axis)]
+    large_axes = [name for name in candidates if sizes[name] > 1] or candidates
+    choices = [(EXPERT_AXIS,)] if EXPERT_AXIS in candidates else [*((name,) for name in large_axes), tuple(large_axes)]
     uses = []
     for axes in dict.fromkeys(choices):
-        uses += [use((*axes, shared), shared)] if shared else []
+        uses += [use((*axes, token_axis), token_axis)] if token_axis else []
         uses += [use(axes, None)] if axes and not plan.sequence_axis else []
     uses = [choice for choice in uses if is_whole or len(choice.expert_axis) == 1]
     if not uses:
-        shown = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        whole = "" if is_whole else "; axes are flattened only if the mesh has all ranks"
+        axes_text = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        explanation = "" if is_whole else "; axes are flattened only if the mesh has all ranks"
         raise InvalidPlan(
-            f"Plan(expert_axis='auto'): a mesh of {shown} has no axis that experts can be spread over{whole}"
+            f"Plan(expert_axis='auto'): a mesh of {axes_text} has no axis that experts can be spread over{explanation}"
         )
     return uses

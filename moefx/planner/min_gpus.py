@@ -40,11 +40,11 @@ class MinGpus:
                 f"{self.entry.long_label}."
             )
         limit = "the platform does not have twice as many" if self.is_all else "larger numbers were not searched"
-        lacks, least = "no layout divides", self.nearest
-        if least is not None:
-            term = f"{TERMS[least.term]} ({least.term})"
-            lacks = f"{least.label} comes nearest and needs {amount(least.lacking, 'B')} more, most of it {term}"
-        return f"Doubling the GPUs, nothing fits up to {self.num_ranks}, and {limit}. On {self.num_ranks}, {lacks}."
+        shortage, nearest = "no layout divides", self.nearest
+        if nearest is not None:
+            term = f"{TERMS[nearest.term]} ({nearest.term})"
+            shortage = f"{nearest.label} comes nearest and needs {amount(nearest.lacking, 'B')} more, most of it {term}"
+        return f"Doubling the GPUs, nothing fits up to {self.num_ranks}, and {limit}. On {self.num_ranks}, {shortage}."
 
 
 def find_min_gpus(ranking: Ranking) -> MinGpus | None:
@@ -55,17 +55,17 @@ def find_min_gpus(ranking: Ranking) -> MinGpus | None:
     Returns:
         None if a layout fits the ranking's own GPUs, or the platform has no more.
     """
-    there = ranking.platform.networks[-1].ranks
-    limit = min(there or _MAX_GPUS, _MAX_GPUS)
+    num_available = ranking.platform.networks[-1].ranks
+    limit = min(num_available or _MAX_GPUS, _MAX_GPUS)
     numbers = [n for i in range(1, _MAX_GPUS.bit_length()) if (n := ranking.num_ranks * 2**i) <= limit]
     if len(ranking) or not numbers:
         return None
     model, memory_bytes = ranking.model, ranking.platform.memory_bytes
     states = 16 * (model.parameters() - model.embedding_parameters())
-    roomy = [n for n in numbers if states <= n * memory_bytes][:_TRIES] or numbers[-1:]
-    fitting = None
-    for n in roomy:
-        fitting = find_first_fit(ranking, n)
-        if isinstance(fitting, Entry):
-            return MinGpus(n, fitting)
-    return MinGpus(roomy[-1], nearest=fitting, is_all=0 < there < 2 * roomy[-1])
+    large_enough = [n for n in numbers if states <= n * memory_bytes][:_TRIES] or numbers[-1:]
+    first_fit = None
+    for n in large_enough:
+        first_fit = find_first_fit(ranking, n)
+        if isinstance(first_fit, Entry):
+            return MinGpus(n, first_fit)
+    return MinGpus(large_enough[-1], nearest=first_fit, is_all=0 < num_available < 2 * large_enough[-1])

@@ -58,16 +58,16 @@ def describe_config(config: Any, example_inputs: Any = None) -> Architecture:
         return describe(build_module(config), example_inputs)
     except (UnknownArchitecture, CaptureError) as error:
         sizes, seen = _read_sizes(config), str(error)
-        wrong = list(_find_invalid(sizes))
+        problems = list(_find_invalid(sizes))
         if isinstance(error, CaptureError) and error.__cause__ and example_inputs is None:
             seen = (
                 f"the model that transformers builds from this config does not run: {summarize_error(error.__cause__)}"
             )
-            shown = ", ".join(f"{name}={value}" for name, value in sizes.items())
-            wrong = wrong or [f"some of its sizes do not go together, of {shown} or others"]
-        if not wrong:
+            sizes_text = ", ".join(f"{name}={value}" for name, value in sizes.items())
+            problems = problems or [f"some of its sizes do not go together, of {sizes_text} or others"]
+        if not problems:
             raise
-        raise UnknownArchitecture(f"{type(config).__name__}: {'; '.join(wrong)} ({seen})") from error
+        raise UnknownArchitecture(f"{type(config).__name__}: {'; '.join(problems)} ({seen})") from error
 
 
 def build_module(config: Any) -> nn.Module:
@@ -88,17 +88,17 @@ def build_module(config: Any) -> nn.Module:
 def _read_sizes(config: Any) -> dict[str, Any]:
     """Return the sizes of a config, by the names in its file."""
     config = getattr(config, "text_config", None) or config
-    written = config.to_dict() if hasattr(config, "to_dict") else vars(config)
-    return {name: written[name] for name in _SIZES if written.get(name) is not None}
+    fields = config.to_dict() if hasattr(config, "to_dict") else vars(config)
+    return {name: fields[name] for name in _SIZES if fields.get(name) is not None}
 
 
 def _find_missing(config: Any, path: Path) -> dict[str, Any]:
     """Find the sizes that are in the file under no name, with the default values that transformers uses."""
     inner = getattr(config, "text_config", None)
-    read = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
-    read = {**read, **(read.get("text_config") or {})} if inner else read
+    fields = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+    fields = {**fields, **(fields.get("text_config") or {})} if inner else fields
     aliases = getattr(inner or config, "attribute_map", {})
-    named = set(read) | {aliases.get(name) for name in read}
+    named = set(fields) | {aliases.get(name) for name in fields}
     return {name: value for name, value in _read_sizes(config).items() if name not in (*named, *_OWN_DEFAULT)}
 
 
@@ -107,16 +107,16 @@ def _find_invalid(sizes: dict[str, Any]) -> Iterator[str]:
     bad = {name: value for name, value in sizes.items() if type(value) is not int or value < 1}
     for name, value in bad.items():
         yield f"{name} is {value!r}, expected a whole number above 0"
-    good = {name: value for name, value in sizes.items() if name not in bad}
+    valid = {name: value for name, value in sizes.items() if name not in bad}
 
     def first(*names: str) -> tuple[str, int]:
-        return next(((name, good[name]) for name in names if name in good), ("", 0))
+        return next(((name, valid[name]) for name in names if name in valid), ("", 0))
 
     experts, heads, groups = first(*_EXPERTS), first("num_attention_heads"), first("n_group")
     for size, most in ((first(*_CHOICES), experts), (first("topk_group"), groups)):
         if 0 < most[1] < size[1]:
             yield f"{size[0]} is {size[1]}, expected at most {most[1]}, which is {most[0]}"
-    whole = ("", 0) if "head_dim" in good else first("hidden_size")
-    for part, of in ((heads, whole), (first("num_key_value_heads"), heads), (groups, experts)):
-        if part[1] and of[1] % part[1]:
-            yield f"{part[0]} is {part[1]}, expected a divisor of {of[0]}, which is {of[1]}"
+    dividend = ("", 0) if "head_dim" in valid else first("hidden_size")
+    for part, multiple in ((heads, dividend), (first("num_key_value_heads"), heads), (groups, experts)):
+        if part[1] and multiple[1] % part[1]:
+            yield f"{part[0]} is {part[1]}, expected a divisor of {multiple[0]}, which is {multiple[1]}"

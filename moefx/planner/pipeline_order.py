@@ -75,7 +75,7 @@ def run_events(
         (ops, starts, ends), each a list for each stage.
     """
     ops = [list_stage_ops(schedule, stages, stage, microbatches, chunks) for stage in range(stages)]
-    ended: dict[tuple[int, Op], Any] = {}
+    end_times: dict[tuple[int, Op], Any] = {}
     start: list[list[Any]] = [[] for _ in ops]
     free = [zero for _ in ops]
     left = sum(map(len, ops))
@@ -84,19 +84,19 @@ def run_events(
         for stage, todo in enumerate(ops):
             while len(start[stage]) < len(todo):
                 op = todo[len(start[stage])]
-                needed = _find_dependency(stage, op, stages, chunks)
-                if needed is not None and needed not in ended:
+                dependency = _find_dependency(stage, op, stages, chunks)
+                if dependency is not None and dependency not in end_times:
                     break
                 begin = free[stage]
-                if needed is not None:
-                    wait = 0.0 if needed[0] == stage else transfer
-                    begin = latest(begin, ended[needed] + wait)
+                if dependency is not None:
+                    delay = 0.0 if dependency[0] == stage else transfer
+                    begin = latest(begin, end_times[dependency] + delay)
                 start[stage].append(begin)
-                free[stage] = ended[stage, op] = begin + seconds(stage, op)
+                free[stage] = end_times[stage, op] = begin + seconds(stage, op)
                 left -= 1
         if left == before:
             raise AssertionError(f"{schedule} of {stages} stages and {microbatches} micro-batches stands still")
-    return ops, start, [[ended[stage, op] for op in todo] for stage, todo in enumerate(ops)]
+    return ops, start, [[end_times[stage, op] for op in todo] for stage, todo in enumerate(ops)]
 
 
 def compute_waiting_share(schedule: Schedule, stages: int, microbatches: int, forward: float, weights: float) -> float:
@@ -109,8 +109,8 @@ def compute_waiting_share(schedule: Schedule, stages: int, microbatches: int, fo
     """
     if stages == 1:
         return 0.0
-    later = round(weights, 2) if schedule.startswith("zb") else 0.0  # part of the backward in other schedules
-    return _compute_waiting_share(schedule, stages, min(microbatches, 2 * stages), round(forward, 2), later)
+    weight_time = round(weights, 2) if schedule.startswith("zb") else 0.0  # part of the backward in other schedules
+    return _compute_waiting_share(schedule, stages, min(microbatches, 2 * stages), round(forward, 2), weight_time)
 
 
 @functools.lru_cache(maxsize=1 << 14)

@@ -195,9 +195,9 @@ class Platform:
             )
             return cls(networks=networks, **fields)
         except (json.JSONDecodeError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            known = ", ".join(field.name for field in dataclasses.fields(cls))
+            field_names = ", ".join(field.name for field in dataclasses.fields(cls))
             problem = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-            raise UnknownPlatform(f"{where} is no platform file: {problem}. Its fields are {known}") from error
+            raise UnknownPlatform(f"{where} is no platform file: {problem}. Its fields are {field_names}") from error
 
 
 def _check_fields(value: Any, owner: str, above_zero: tuple[str, ...]) -> None:
@@ -222,9 +222,9 @@ def _check_fields(value: Any, owner: str, above_zero: tuple[str, ...]) -> None:
             raise UnknownPlatform(f"{owner}: {field.name} is {number!r}, expected {expected}")
         is_too_small = number < 0 or (number == 0 and field.name in above_zero)
         if is_too_small or (number > 1 and field.name in _AT_MOST_ONE):
-            least = "above 0" if field.name in above_zero else "0 or more"
+            lower_bound = "above 0" if field.name in above_zero else "0 or more"
             most = ", at most 1" if field.name in _AT_MOST_ONE else ""
-            raise UnknownPlatform(f"{owner}: {field.name} is {number!r}, expected {least}{most}")
+            raise UnknownPlatform(f"{owner}: {field.name} is {number!r}, expected {lower_bound}{most}")
 
 
 def _has_equal_links(first: Network, second: Network) -> bool:

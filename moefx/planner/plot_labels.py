@@ -32,23 +32,23 @@ def place_labels(
     figure.draw_without_rendering()  # computes the layout, so that the axes have their final size
     on_screen = axes.transData.transform
     points = on_screen([point for point, _, _ in named])
-    crossed = [at for line in lines for at in _sample_points(on_screen(line.get_xydata()))]
+    on_lines = [at for line in lines for at in _sample_points(on_screen(line.get_xydata()))]
     boxes: list[Any] = []
     labels = []
     for point, name, weight in named:
         text = axes.annotate(name, point, (0, 0), textcoords="offset points", fontweight=weight, **style)
-        tried = []
+        costs = []
         for distance in _DISTANCES:
-            for right, above, ha, va in _SIDES:
-                text.set(position=(right * distance, above * distance), ha=ha, va=va)
+            for right, up, ha, va in _SIDES:
+                text.set(position=(right * distance, up * distance), ha=ha, va=va)
                 box = text.get_window_extent()
                 inside = axes.bbox.containsx(box.x0) and axes.bbox.containsx(box.x1) and axes.bbox.containsy(box.y1)
-                covered = box.count_overlaps(boxes) + box.padded(4).count_contains(points)
-                tried.append((not inside, covered, box.count_contains(crossed) if crossed else 0, len(tried)))
-        _, _, _, best = min(tried)
-        right, above, ha, va = _SIDES[best % len(_SIDES)]
+                hidden = box.count_overlaps(boxes) + box.padded(4).count_contains(points)
+                costs.append((not inside, hidden, box.count_contains(on_lines) if on_lines else 0, len(costs)))
+        _, _, _, best = min(costs)
+        right, up, ha, va = _SIDES[best % len(_SIDES)]
         distance = _DISTANCES[best // len(_SIDES)]
-        text.set(position=(right * distance, above * distance), ha=ha, va=va)
+        text.set(position=(right * distance, up * distance), ha=ha, va=va)
         boxes.append(text.get_window_extent())
         labels.append(text)
     return labels

@@ -87,12 +87,12 @@ def plot_layout_grids(grids: Sequence[LayoutGrid]) -> Figure:
     low, high = (min(times), max(times)) if times else (1.0, 1.0)
     norm = LogNorm(low, high if high > low else 2 * low)
     widths, heights = [len(grid.columns) + 1 for grid in grids], [len(grid.rows) + 1 for grid in grids]
-    spaced = ConstrainedLayoutEngine(w_pad=0.1)
+    engine = ConstrainedLayoutEngine(w_pad=0.1)
     if sum(widths) <= _SIDE_BY_SIDE:
-        figure = Figure((sum(widths) * 0.72 + 1.2, max(heights) * 0.5 + 0.6), layout=spaced)
+        figure = Figure((sum(widths) * 0.72 + 1.2, max(heights) * 0.5 + 0.6), layout=engine)
         all_axes = list(figure.subplots(1, len(grids), squeeze=False, width_ratios=widths).flat)
     else:
-        figure = Figure((max(widths) * 0.72 + 1.2, sum(heights) * 0.5 + 0.6), layout=spaced)
+        figure = Figure((max(widths) * 0.72 + 1.2, sum(heights) * 0.5 + 0.6), layout=engine)
         all_axes = list(figure.subplots(len(grids), 1, squeeze=False, height_ratios=heights).flat)
     for axes, grid in zip(all_axes, grids, strict=True):
         image = _draw_cells(axes, grid, norm)
@@ -132,9 +132,9 @@ def plot_ssmb_border(model: Architecture, tokens: int) -> Figure:
         )[0]
         for length, style in zip((2048, 4096, 8192), ("--", "-", ":"), strict=True)
     ]
-    here = [compute_ssmb_border(tokens) * w for w in ends]
-    axes.fill_between(ends, here, [top] * 2, color=_CYAN, alpha=0.25, lw=0, label=f"SSMB saves more, s = {tokens}")
-    axes.fill_between(ends, [0.3] * 2, here, color=_SAND, alpha=0.3, lw=0, label=f"TED saves more, s = {tokens}")
+    border = [compute_ssmb_border(tokens) * w for w in ends]
+    axes.fill_between(ends, border, [top] * 2, color=_CYAN, alpha=0.25, lw=0, label=f"SSMB saves more, s = {tokens}")
+    axes.fill_between(ends, [0.3] * 2, border, color=_SAND, alpha=0.3, lw=0, label=f"TED saves more, s = {tokens}")
     for (width, choices), names in points.items():
         is_own = model.name in names
         axes.plot(
@@ -158,34 +158,34 @@ def plot_scaling(strong: Sequence[ScalingPoint], weak: Sequence[ScalingPoint]) -
     labels: list[Any] = []
     for axes, points, is_weak in zip(figure.subplots(1, 2), (strong, weak), (False, True), strict=True):
         ranks = [point.num_ranks for point in points]
-        fitting = [(point.num_ranks, point.best) for point in points if point.best]
-        if fitting:
-            first, base = fitting[0][0], fitting[0][1].seconds
-            ideal = [base if is_weak else base * first / count for count, _ in fitting]
-            counts, seconds = [n for n, _ in fitting], [e.seconds for _, e in fitting]
+        fits = [(point.num_ranks, point.best) for point in points if point.best]
+        if fits:
+            first, base = fits[0][0], fits[0][1].seconds
+            ideal = [base if is_weak else base * first / count for count, _ in fits]
+            counts, seconds = [n for n, _ in fits], [e.seconds for _, e in fits]
             lines = axes.plot(counts, ideal, "--", color=_GREY, label="ideal, from the first that fits")
             lines += axes.plot(counts, seconds, "o-", color=_INDIGO, label="fastest")
-            highest = max(seconds)
+            slowest = max(seconds)
             named = [
                 ((count, entry.seconds), f"{amount(entry.seconds, 's')}\nMFU {entry.mfu:.0%}", "normal")
-                for count, entry in fitting
+                for count, entry in fits
             ]
             labels.append((axes, named, lines))
             if is_weak:
-                axes.set_ylim(0, 1.25 * highest)
+                axes.set_ylim(0, 1.25 * slowest)
             else:
                 axes.set_yscale("log", base=2)
-                axes.set_ylim(min(*ideal, highest) / 1.5, 1.9 * highest)
+                axes.set_ylim(min(*ideal, slowest) / 1.5, 1.9 * slowest)
                 axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
             axes.legend(loc="lower left", fontsize=8)
         else:
             axes.set_yticks([])
         for point in points:
             if not point.best:
-                why = f"does not fit\n+{amount(point.lacking, 'B')}" if point.lacking else "no layout divides"
+                reason = f"does not fit\n+{amount(point.lacking, 'B')}" if point.lacking else "no layout divides"
                 axes.axvline(point.num_ranks, color=_ROSE, linestyle=":", linewidth=1)
                 axes.annotate(
-                    why, (point.num_ranks, 0.5), xycoords=("data", "axes fraction"), ha="center", va="center",
+                    reason, (point.num_ranks, 0.5), xycoords=("data", "axes fraction"), ha="center", va="center",
                     fontsize=8, color=_WINE, bbox=_PAPER,
                 )  # fmt: skip
         sequences = "as many sequences a GPU" if is_weak else f"{points[0].batch} sequences a step"
@@ -209,14 +209,14 @@ def _draw_bars(names: Sequence[str], parts: Sequence[dict[str, float]], unit: fl
     figure = Figure((9.6, 0.36 * len(names) + 1.5), layout="constrained")
     axes = figure.subplots()
     left = [0.0] * len(names)
-    rest = [sum(v for name, v in sizes.items() if name not in largest) for sizes in parts]
+    other_sums = [sum(v for name, v in sizes.items() if name not in largest) for sizes in parts]
     labels = [LABELS.get(name, name) for name in shown]
     layers: list[tuple[str, list[float], str]] = [
         (label, [sizes[name] for sizes in parts], color)
         for name, label, color in zip(shown, labels, find_colors(labels), strict=True)
     ]
-    if any(rest):
-        layers.append(("other", rest, OTHER))
+    if any(other_sums):
+        layers.append(("other", other_sums, OTHER))
     for label, values, color in layers:
         widths = [value / unit for value in values]
         axes.barh(range(len(names)), widths, 0.72, left, color=color, label=label, edgecolor="white", linewidth=0.5)

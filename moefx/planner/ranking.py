@@ -75,9 +75,9 @@ class Ranking:
         return len(self.entries)
 
     def __repr__(self) -> str:
-        best = f", the fastest {self.entries[0]!r}" if self.entries else ""
-        where = f"{self.num_ranks} x {self.platform.device}"
-        return f"<Ranking of {self.model.name} on {where}: {len(self)} layouts fit{best}; print it for all>"
+        fastest = f", the fastest {self.entries[0]!r}" if self.entries else ""
+        hardware = f"{self.num_ranks} x {self.platform.device}"
+        return f"<Ranking of {self.model.name} on {hardware}: {len(self)} layouts fit{fastest}; print it for all>"
 
     def __getitem__(self, index: int) -> Entry:
         """Return the entry at an index from 0.
@@ -94,8 +94,8 @@ class Ranking:
 
     def table(self, most: int = 10, first: int = 0) -> str:
         """Return a table of `most` entries, numbered from 1, beginning with index `first`."""
-        chosen = enumerate(self.entries[first : first + most], first + 1)
-        rows = [list(COLUMNS), *([str(number), *entry.cells()] for number, entry in chosen)]
+        numbered = enumerate(self.entries[first : first + most], first + 1)
+        rows = [list(COLUMNS), *([str(number), *entry.cells()] for number, entry in numbered)]
         return "\n".join(
             "".join(f"{cell:<{width}}" for cell, width in zip(row, COLUMNS.values(), strict=True)).rstrip()
             for row in rows
@@ -188,7 +188,7 @@ class Ranking:
             lines += [f"{self.platform.name} has data-sheet figures only: real steps take longer, real MFUs are lower."]
         if not self.entries and (min_gpus := self.find_min_gpus()):
             lines += ["", str(min_gpus)]
-        lines += ["", "rejected"] + [f"  {sizes}: {why}" for sizes, why in self.reasons()]
+        lines += ["", "rejected"] + [f"  {sizes}: {reason}" for sizes, reason in self.reasons()]
         return "\n".join(lines)
 
     def reasons(self) -> list[tuple[str, str]]:
@@ -206,9 +206,9 @@ class Ranking:
             if len(group) == 1:
                 lines.append((nearest.label, nearest.why))
                 continue
-            why = f"do not fit, most of it is {TERMS[term]} ({term})"
-            lacking = f"{nearest.label} comes nearest and needs {amount(nearest.lacking, 'B')} more"
-            lines.append((f"{len(group)} sizes of PP, TP and EP", f"{why}; {lacking}"))
+            reason = f"do not fit, most of it is {TERMS[term]} ({term})"
+            shortage = f"{nearest.label} comes nearest and needs {amount(nearest.lacking, 'B')} more"
+            lines.append((f"{len(group)} sizes of PP, TP and EP", f"{reason}; {shortage}"))
         return lines
 
     @property
@@ -219,14 +219,14 @@ class Ranking:
         head, nearest = f"no layout of {self.model.name} fits {self.num_ranks} x {self.platform.device}", self.nearest
         if nearest is None:
             return f"{head}: no sizes divide. Take another world_size or batch; print(ranking) has the reasons"
-        term, there = TERMS[nearest.term], self.platform.networks[-1].ranks
+        term, num_available = TERMS[nearest.term], self.platform.networks[-1].ranks
         remedy = "fewer tokens, or more GPUs" if nearest.term == "M_activations" else "more GPUs"
-        has_more = not 0 < there < 2 * self.num_ranks
+        has_more = not 0 < num_available < 2 * self.num_ranks
         call = "print(ranking.find_min_gpus())"
-        how = f"{call} says how many would do" if has_more else f"the platform has at most {there}"
+        explanation = f"{call} says how many would do" if has_more else f"the platform has at most {num_available}"
         return (
             f"{head} ({amount(self.platform.memory_bytes, 'B')} each). {nearest.label} comes nearest: it "
-            f"{amount(nearest.lacking, 'B')}, most of what it needs is {term}. Take {remedy} ({how}); "
+            f"{amount(nearest.lacking, 'B')}, most of what it needs is {term}. Take {remedy} ({explanation}); "
             "print(ranking) has the reasons"
         )
 
@@ -266,24 +266,24 @@ def plan(
         UnknownArchitecture, UnknownPlatform: no such model or platform. The message has similar names.
         InvalidPlan: a size is invalid.
     """
-    described: Any = find_model(model) if isinstance(model, str) else model
+    architecture: Any = find_model(model) if isinstance(model, str) else model
     if isinstance(model, nn.Module):
         from .describe import describe  # imports capture and all passes
 
-        described = describe(model, example_inputs)
+        architecture = describe(model, example_inputs)
     elif hasattr(model, "model_type"):
         from .model_configs import describe_config
 
-        described = describe_config(model, example_inputs)
-    if not isinstance(described, Architecture):
+        architecture = describe_config(model, example_inputs)
+    if not isinstance(architecture, Architecture):
         raise UnknownArchitecture(
             "moefx.plan takes the name of a model, a module, a transformers config or an Architecture, not "
             f"{type(model).__name__}"
         )
-    machine = find_platform(os.fspath(platform)) if isinstance(platform, (str, os.PathLike)) else platform
-    if not isinstance(machine, Platform):
-        raise UnknownPlatform(f"moefx.plan takes a platform, its name or a file, not {type(machine).__name__}")
+    known_platform = find_platform(os.fspath(platform)) if isinstance(platform, (str, os.PathLike)) else platform
+    if not isinstance(known_platform, Platform):
+        raise UnknownPlatform(f"moefx.plan takes a platform, its name or a file, not {type(known_platform).__name__}")
     return search(
-        described, machine, world_size, batch=batch, tokens=tokens, max_sequences=max_sequences,
+        architecture, known_platform, world_size, batch=batch, tokens=tokens, max_sequences=max_sequences,
         fast_domain=fast_domain, schedules=schedules,
     )  # fmt: skip

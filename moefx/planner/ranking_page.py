@@ -46,7 +46,7 @@ def render(ranking: Ranking, tell: ReportProgress | None = None) -> str:
     Args:
         tell: called with a line of progress before each step.
     """
-    say: ReportProgress = tell or (lambda _: None)
+    report: ReportProgress = tell or (lambda _: None)
     with_plots = has_plots()
     missing = (
         "" if with_plots else f"<p><strong>No pictures</strong>: they need matplotlib, <code>{INSTALL}</code>.</p>"
@@ -55,10 +55,10 @@ def render(ranking: Ranking, tell: ReportProgress | None = None) -> str:
         '<section class="moefx">',
         _render_heading(ranking),
         missing,
-        *(_render_best(ranking, with_plots, say) if len(ranking) else ()),
-        _render_grids(ranking, with_plots, say),
-        _render_ssmb(ranking, with_plots, say),
-        _render_scaling(ranking, with_plots, say),
+        *(_render_best(ranking, with_plots, report) if len(ranking) else ()),
+        _render_grids(ranking, with_plots, report),
+        _render_ssmb(ranking, with_plots, report),
+        _render_scaling(ranking, with_plots, report),
         _render_formulas(ranking) if len(ranking) else "",
         _render_rejected(ranking),
         "<h3>Sources of the platform's figures</h3>",
@@ -82,8 +82,8 @@ def _render_heading(ranking: Ranking) -> str:
         if not platform.is_measured:
             text += " This platform has data-sheet figures only: real steps take longer, real MFUs are lower."
     else:
-        least = ranking.nearest
-        text += f" The one that comes nearest, {least.label}, {least.why}." if least else ""
+        nearest = ranking.nearest
+        text += f" The one that comes nearest, {nearest.label}, {nearest.why}." if nearest else ""
         text += f" {min_gpus}" if (min_gpus := ranking.find_min_gpus()) else ""
         text += f" {SIZES}"
     total, active = (model.parameters(experts) / 1e9 for experts in (None, model.top_k))
@@ -95,12 +95,12 @@ def _render_heading(ranking: Ranking) -> str:
     )
 
 
-def _render_best(ranking: Ranking, with_plots: bool, say: ReportProgress) -> list[str]:
+def _render_best(ranking: Ranking, with_plots: bool, report: ReportProgress) -> list[str]:
     """Return the table of the best layouts, and their memory and time by part."""
     best = ranking.entries[:MAX_ENTRIES]
     rows = [[str(i), *entry.cells()] for i, entry in enumerate(best, 1)]
     names = [f"{i}: {name}" for i, name in enumerate(_build_unique_labels(best), 1)]
-    say("memory and time by part")
+    report("memory and time by part")
     model, platform = ranking.model, ranking.platform
     bytes_of = [compute_memory_parts(model, platform, e.layout) for e in best]
     seconds_of = [compute_time_parts(model, platform, e.layout, e.experts_first) for e in best]
@@ -135,8 +135,8 @@ def _render_parts(names: Sequence[str], parts: Sequence[dict[str, float]], unit:
     return build_table(["part", "formula", *names], rows, texts=2)
 
 
-def _render_grids(ranking: Ranking, with_plots: bool, say: ReportProgress) -> str:
-    say("what fits")
+def _render_grids(ranking: Ranking, with_plots: bool, report: ReportProgress) -> str:
+    report("what fits")
     grids = [build_layout_grid(ranking, ("PP", "EP")), build_layout_grid(ranking, ("TP", "EP"))]
     if not grids[0].cells:
         return ""
@@ -165,8 +165,8 @@ def _render_grid(grid: LayoutGrid) -> str:
     return build_table(head, [[str(row), *(text(row, column) for column in grid.columns)] for row in grid.rows])
 
 
-def _render_ssmb(ranking: Ranking, with_plots: bool, say: ReportProgress) -> str:
-    say("SSMB and TED")
+def _render_ssmb(ranking: Ranking, with_plots: bool, report: ReportProgress) -> str:
+    report("SSMB and TED")
     model, tokens = ranking.model, ranking.request.tokens
     ratio = model.top_k / model.expert_size
     rows = [
@@ -183,12 +183,12 @@ def _render_ssmb(ranking: Ranking, with_plots: bool, say: ReportProgress) -> str
         layout = ranking[0].layout
         values = collect_trade_off_values(model, layout)
         results = TRADE_OFF(**values)
-        has = f", with G = {values['G']:g} ranks for the dense matrices"
-        with_ranks = has if layout.tp > 1 else f" has no TP; with G = {values['G']:g} ranks for the dense matrices"
-        better = "SSMB" if results["A_saving"] > results["M_cost"] else "TED"
+        ranks = f", with G = {values['G']:g} ranks for the dense matrices"
+        with_ranks = ranks if layout.tp > 1 else f" has no TP; with G = {values['G']:g} ranks for the dense matrices"
+        winner = "SSMB" if results["A_saving"] > results["M_cost"] else "TED"
         example = (
             f"<p>The fastest layout{with_ranks}, {model.matrices} matrices an expert and the activations of "
-            f"n_kept = {values['n_kept']:g} layers at once: {better} saves more.</p>"
+            f"n_kept = {values['n_kept']:g} layers at once: {winner} saves more.</p>"
             f"{_render_explained(explain_formulas(TRADE_OFF, 'A_saving', 'M_cost', **values))}"
             f"{_render_ssmb_savings(ranking)}"
         )
@@ -205,32 +205,32 @@ def _render_ssmb(ranking: Ranking, with_plots: bool, say: ReportProgress) -> str
 
 def _render_ssmb_savings(ranking: Ranking) -> str:
     """Return the memory that SSMB saves with moefx's own checkpoint policy, if the layout can have SSMB."""
-    shown = explain_ssmb_saving(ranking.model, ranking[0].layout, ranking.platform)
-    if not shown:
+    explained = explain_ssmb_saving(ranking.model, ranking[0].layout, ranking.platform)
+    if not explained:
         return ""
     return (
         "<p>X-MoE keeps a row for each slot, before and after the experts. This layout keeps A_block: the received "
         f"rows, once a rank, and the experts' hidden rows. SSMB saves M_saved of it ({_PUT_IN}):</p>"
-        f"{_render_explained(shown)}"
+        f"{_render_explained(explained)}"
     )
 
 
-def _render_explained(shown: ExplainedFormulas) -> str:
+def _render_explained(explained: ExplainedFormulas) -> str:
     """Render formulas, and the meaning of their symbols."""
-    symbols = build_table(["symbol", "value", "meaning"], shown.symbols, texts=3)
-    return f"<pre><code>{escape(shown.formulas)}</code></pre>{build_details('meaning of the symbols', symbols)}"
+    symbols = build_table(["symbol", "value", "meaning"], explained.symbols, texts=3)
+    return f"<pre><code>{escape(explained.formulas)}</code></pre>{build_details('meaning of the symbols', symbols)}"
 
 
-def _render_scaling(ranking: Ranking, with_plots: bool, say: ReportProgress) -> str:
-    strong, weak = search_scaling(ranking, False, say), search_scaling(ranking, True, say)
+def _render_scaling(ranking: Ranking, with_plots: bool, report: ReportProgress) -> str:
+    strong, weak = search_scaling(ranking, False, report), search_scaling(ranking, True, report)
     picture = (
         _render_picture(plots.render_data_uri(plots.plot_scaling, strong, weak), "step time by GPUs")
         if with_plots
         else ""
     )
-    whys = [
-        why and f"{kind.capitalize()} scaling. {why}"
-        for kind, why in (
+    reasons = [
+        reason and f"{kind.capitalize()} scaling. {reason}"
+        for kind, reason in (
             ("strong", explain_above_ideal(ranking, strong)),
             ("weak", explain_above_ideal(ranking, weak)),
         )
@@ -248,7 +248,7 @@ def _render_scaling(ranking: Ranking, with_plots: bool, say: ReportProgress) -> 
         "many sequences a GPU (weak). Ideal: the GPU-seconds for each sequence on the smallest number on which one "
         "fits.</p>"
         + picture
-        + "".join(f"<p>{escape(why)}</p>" for why in whys if why)
+        + "".join(f"<p>{escape(reason)}</p>" for reason in reasons if reason)
         + build_details("in numbers", build_table(head, rows, texts=2), not with_plots)
     )
 
@@ -256,8 +256,8 @@ def _render_scaling(ranking: Ranking, with_plots: bool, say: ReportProgress) -> 
 def _format_scaling_row(kind: str, point: ScalingPoint, points: Sequence[ScalingPoint]) -> list[str]:
     sizes = [str(point.num_ranks), str(point.batch)]
     if point.best is None:
-        why = f"does not fit: {amount(point.lacking, 'B')} too much" if point.lacking else "no layout divides"
-        return [kind, why, *sizes, "-", "-", "-", "-"]
+        reason = f"does not fit: {amount(point.lacking, 'B')} too much" if point.lacking else "no layout divides"
+        return [kind, reason, *sizes, "-", "-", "-", "-"]
     best, of_ideal = point.best, point.of_ideal(next(p for p in points if p.best))
     return [kind, best.short_label, *sizes, amount(best.seconds, "s"), f"{best.mfu:.1%}", f"{of_ideal:.0%}", ""]
 
@@ -278,8 +278,8 @@ def _render_rejected(ranking: Ranking) -> str:
     if not ranking.rejected:
         return ""
     kinds, entries = ranking.reasons(), [(r.label, r.why) for r in ranking.rejected]
-    shown, listed = (build_table(["layouts", "why not"], rows, texts=2) for rows in (kinds, entries))
-    return f"<h3>Rejected</h3>{shown}{build_details('all of them', listed) if kinds != entries else ''}"
+    kind_rows, all_rows = (build_table(["layouts", "why not"], rows, texts=2) for rows in (kinds, entries))
+    return f"<h3>Rejected</h3>{kind_rows}{build_details('all of them', all_rows) if kinds != entries else ''}"
 
 
 def _build_unique_labels(entries: Sequence[Entry]) -> list[str]:
@@ -288,9 +288,9 @@ def _build_unique_labels(entries: Sequence[Entry]) -> list[str]:
     columns = list(COLUMNS)[1:]
     labels = []
     for entry, name in zip(entries, names, strict=True):
-        alike = [dict(zip(columns, e.cells(), strict=True)) for e, n in zip(entries, names, strict=True) if n == name]
+        equal = [dict(zip(columns, e.cells(), strict=True)) for e, n in zip(entries, names, strict=True) if n == name]
         cells = dict(zip(columns, entry.cells(), strict=True))
-        differs = [c for c in ("PP", "DP", "placed", "rows", "micro-batches") if len({a[c] for a in alike}) > 1]
+        differs = [c for c in ("PP", "DP", "placed", "rows", "micro-batches") if len({a[c] for a in equal}) > 1]
         labels.append(" ".join([name, *(cells[c] for c in differs)]))
     return labels
 

@@ -60,7 +60,7 @@ def build_layout_grid(ranking: Ranking, axes: tuple[Axis, Axis] = ("PP", "EP")) 
     for rejected in sorted((r for r in ranking.rejected if r.lacking), key=lambda r: r.lacking):
         for sizes in rejected.sizes:
             cells.setdefault((sizes[axes[0]], sizes[axes[1]]), Cell(lacking=rejected.lacking))
-    rows, columns = (tuple(sorted({where[i] for where in cells})) for i in (0, 1))
+    rows, columns = (tuple(sorted({cell_key[i] for cell_key in cells})) for i in (0, 1))
     return LayoutGrid(axes, rows, columns, cells)
 
 
@@ -88,8 +88,8 @@ def compute_ssmb_border(tokens: int, capacity_factor: float = 1.0) -> float:
         tokens: tokens of a sequence.
         capacity_factor: rows of an expert over its even share.
     """
-    anything = dict.fromkeys(X_MOE.inputs, 1)
-    return X_MOE(**anything | {"S": tokens, "c": capacity_factor})["r_border"]
+    placeholders = dict.fromkeys(X_MOE.inputs, 1)
+    return X_MOE(**placeholders | {"S": tokens, "c": capacity_factor})["r_border"]
 
 
 def collect_trade_off_values(model: Architecture, layout: Layout) -> dict[str, float]:

@@ -48,11 +48,11 @@ def search_scaling(ranking: Ranking, is_weak: bool, tell: Callable[[str], object
         tell: called with a line of progress before each search.
     """
     points = []
-    for times, over in ((1, 4), (1, 2), (1, 1), (2, 1), (4, 1)):
-        ranks, batch = ranking.num_ranks * times, ranking.request.batch * (times if is_weak else over)
-        if ranks % over or batch % over:
+    for times, divisor in ((1, 4), (1, 2), (1, 1), (2, 1), (4, 1)):
+        ranks, batch = ranking.num_ranks * times, ranking.request.batch * (times if is_weak else divisor)
+        if ranks % divisor or batch % divisor:
             continue
-        ranks, batch = ranks // over, batch // over
+        ranks, batch = ranks // divisor, batch // divisor
         if tell is not None:
             tell(f"{'weak' if is_weak else 'strong'} scaling: {batch} sequences on {ranks} GPUs")
         request = dataclasses.replace(ranking.request, batch=batch)
@@ -70,10 +70,10 @@ def explain_above_ideal(ranking: Ranking, points: Sequence[ScalingPoint]) -> str
     The ideal is the first point's GPU-seconds for each sequence. The better layout does not fit or divide the first
     number of GPUs; the text says why, and names the parts of a step that cost more there.
     """
-    fitting = [point for point in points if point.best]
-    if not fitting:
+    fits = [point for point in points if point.best]
+    if not fits:
         return ""
-    first, top = fitting[0], max(fitting, key=lambda point: point.of_ideal(fitting[0]))
+    first, top = fits[0], max(fits, key=lambda point: point.of_ideal(fits[0]))
     if top.of_ideal(first) < 1.005:  # "100 %"
         return ""
     assert first.best and top.best
@@ -89,18 +89,18 @@ def _explain_impossible(ranking: Ranking, top: ScalingPoint, first: ScalingPoint
     """Say why the layout of a point is impossible on the GPUs of the first point."""
     assert top.best
     x, model, platform = top.best.layout, ranking.model, ranking.platform
-    there = f"{first.num_ranks} GPUs"
-    dp, rest = divmod(first.num_ranks, x.pp * x.tp)
-    if rest or not dp or first.batch % (dp * x.sequences):
-        return f"does not divide {there} and their batch"
-    if (shared := dp * (x.tp if x.ssmb else 1)) % x.ep:
-        return f"would leave {shared} of {there} to share experts among, which EP = {x.ep} does not divide"
-    fewer = dataclasses.replace(x, dp=dp, microbatches=first.batch // (dp * x.sequences))
-    here, wanted = compute_memory_parts(model, platform, x), compute_memory_parts(model, platform, fewer)
-    most = max(here, key=lambda part: wanted[part] - here[part])
-    grown = f"{LABELS[most]} {amount(wanted[most], 'B')} instead of {amount(here[most], 'B')}"
-    needs = f"would need {amount(sum(wanted.values()), 'B')} of a GPU's {amount(platform.memory_bytes, 'B')}"
-    return f"{needs} on {there} ({grown}: spread over DP = {dp} ranks, not {x.dp})"
+    gpus = f"{first.num_ranks} GPUs"
+    dp, remainder = divmod(first.num_ranks, x.pp * x.tp)
+    if remainder or not dp or first.batch % (dp * x.sequences):
+        return f"does not divide {gpus} and their batch"
+    if (num_shared := dp * (x.tp if x.ssmb else 1)) % x.ep:
+        return f"would leave {num_shared} of {gpus} to share experts among, which EP = {x.ep} does not divide"
+    wider = dataclasses.replace(x, dp=dp, microbatches=first.batch // (dp * x.sequences))
+    parts, needed_parts = compute_memory_parts(model, platform, x), compute_memory_parts(model, platform, wider)
+    most = max(parts, key=lambda part: needed_parts[part] - parts[part])
+    growth = f"{LABELS[most]} {amount(needed_parts[most], 'B')} instead of {amount(parts[most], 'B')}"
+    needs = f"would need {amount(sum(needed_parts.values()), 'B')} of a GPU's {amount(platform.memory_bytes, 'B')}"
+    return f"{needs} on {gpus} ({growth}: spread over DP = {dp} ranks, not {x.dp})"
 
 
 def _list_savings(ranking: Ranking, top: ScalingPoint, first: ScalingPoint) -> str:
@@ -115,11 +115,11 @@ def _list_savings(ranking: Ranking, top: ScalingPoint, first: ScalingPoint) -> s
 
     before, behind = parts(first), parts(top)
     saved = {name: before[name] - behind.get(name, 0.0) for name in before}
-    less = sorted((name for name in saved if saved[name] > 0), key=lambda name: -saved[name])
+    names = sorted((name for name in saved if saved[name] > 0), key=lambda name: -saved[name])
     named, so_far = [], 0.0
-    for name in less[:_MAX_NAMED]:
+    for name in names[:_MAX_NAMED]:
         named.append(f"{LABELS[name]} ({before[name]:.3g} instead of {behind.get(name, 0.0):.3g})")
         so_far += saved[name]
-        if so_far > _ENOUGH * sum(saved[name] for name in less):
+        if so_far > _ENOUGH * sum(saved[name] for name in names):
             break
     return ", ".join(named)

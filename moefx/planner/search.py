@@ -74,22 +74,22 @@ def search_layouts(
     if isinstance(schedules, str):
         raise InvalidPlan(f"schedules is {schedules!r}, expected several names: ({schedules!r},)")
     schedules = tuple(dict.fromkeys(schedules))
-    if not schedules or (unknown := [s for s in schedules if s not in get_args(Schedule)]):
-        shown = f"no schedule {unknown[0]!r}" if schedules else "no schedules to choose from"
-        raise InvalidPlan(f"{shown}: there are {', '.join(get_args(Schedule))}")
-    if 0 < (known := platform.networks[-1].ranks) < num_ranks:
-        beyond = (
-            f"its coarsest network, {platform.networks[-1].name!r}, has {known} ranks, and the platform describes no "
+    if not schedules or (unknown_names := [s for s in schedules if s not in get_args(Schedule)]):
+        problem = f"no schedule {unknown_names[0]!r}" if schedules else "no schedules to choose from"
+        raise InvalidPlan(f"{problem}: there are {', '.join(get_args(Schedule))}")
+    if 0 < (most := platform.networks[-1].ranks) < num_ranks:
+        limit = (
+            f"its coarsest network, {platform.networks[-1].name!r}, has {most} ranks, and the platform describes no "
             "network beyond it"
         )
         remedy = "`python -m moefx bench platform --base NAME` takes the networks beyond from another platform"
-        raise InvalidPlan(f"platform {platform.name} has too few ranks for {num_ranks} GPUs: {beyond}. {remedy}")
+        raise InvalidPlan(f"platform {platform.name} has too few ranks for {num_ranks} GPUs: {limit}. {remedy}")
     max_span = platform.fast_domain if fast_domain is None else fast_domain
     rejected, shortages = _Reasons(), _Shortages()
     request = SearchRequest(batch, tokens, max_sequences, max_span, schedules)
     entries = list(_list_entries(model, platform, num_ranks, request, rejected, shortages))
     fitting_sizes = {_size_key(entry.layout) for entry in entries}
-    reasons = [Rejected(tuple(map(dict, sizes)), why) for why, sizes in rejected.items()]
+    reasons = [Rejected(tuple(map(dict, sizes)), reason) for reason, sizes in rejected.items()]
     reasons += [_describe_shortage(sizes, *miss) for sizes, miss in shortages.items() if sizes not in fitting_sizes]
     entries.sort(key=lambda entry: (entry.seconds, entry.memory["M_gpu"]))
     return SearchResult(request, tuple(entries), tuple(reasons))
@@ -133,16 +133,16 @@ def _list_entries(
             continue
         dispatches = {placement: choose_layout_dispatch(model, layout, platform, placement) for placement in allowed}
         orders = _list_schedules(model, layout, request.schedules)
-        for (kept, recompute), (schedule, chunks) in itertools.product(_POLICIES, orders):
-            fitting = {}
+        for (policy, recompute), (schedule, chunks) in itertools.product(_POLICIES, orders):
+            fits_by_dispatch = {}
             for dispatch in dict.fromkeys(dispatches.values()):
-                tried = dataclasses.replace(
-                    layout, dispatch=dispatch, kept=kept, recompute=recompute, schedule=schedule, chunks=chunks
+                candidate = dataclasses.replace(
+                    layout, dispatch=dispatch, kept=policy, recompute=recompute, schedule=schedule, chunks=chunks
                 )
-                fitting[dispatch] = _find_fitting_zero(model, tried, platform, shortages)
+                fits_by_dispatch[dispatch] = _find_fitting_zero(model, candidate, platform, shortages)
             entries: list[Entry] = []
             for experts_first, dispatch in dispatches.items():
-                if (fits := fitting[dispatch]) is not None:
+                if (fits := fits_by_dispatch[dispatch]) is not None:
                     entries.append(_build_entry(model, fits[0], platform, experts_first, fits[1]))
             # the usual placement if the other one is not faster
             yield from entries if len({entry.seconds for entry in entries}) > 1 else entries[:1]
@@ -177,8 +177,8 @@ def _list_layouts(
                 _reject(rejected, f"does not divide the batch of {request.batch} sequences", DP=dp)
                 continue
             if request.batch // dp < pp and "gpipe" not in request.schedules:
-                why = f"fewer micro-batches than stages from a batch of {request.batch}: only gpipe takes them"
-                _reject(rejected, why, PP=pp, DP=dp)
+                reason = f"fewer micro-batches than stages from a batch of {request.batch}: only gpipe takes them"
+                _reject(rejected, reason, PP=pp, DP=dp)
                 continue
             sequences = [b for b in _list_divisors(request.batch // dp) if b <= request.max_sequences]
             for ep in _list_divisors(tp * dp):
@@ -187,8 +187,8 @@ def _list_layouts(
                     continue
                 ssmb_choices = (*((True,) if tp > 1 and ep % tp == 0 else ()), *((False,) if dp % ep == 0 else ()))
                 if not ssmb_choices:
-                    why = "ranks that have the same tokens share experts by SSMB, all TP of them, or not at all"
-                    _reject(rejected, f"EP is neither a multiple of TP nor divides DP: {why}", PP=pp, TP=tp, EP=ep)
+                    reason = "ranks that have the same tokens share experts by SSMB, all TP of them, or not at all"
+                    _reject(rejected, f"EP is neither a multiple of TP nor divides DP: {reason}", PP=pp, TP=tp, EP=ep)
                 for b in sequences:
                     for ssmb in ssmb_choices:
                         yield Layout(
@@ -210,17 +210,17 @@ def _list_schedules(
         yield "1f1b", 1
         return
     is_multiple = layout.microbatches % layout.pp == 0
-    takes = {"gpipe": True, "1f1b": layout.microbatches >= layout.pp}
+    can_run = {"gpipe": True, "1f1b": layout.microbatches >= layout.pp}
     for schedule in schedules:
-        if not takes.get(schedule, is_multiple):
+        if not can_run.get(schedule, is_multiple):
             continue
         for chunks in (2, 4) if schedule == "interleaved" else (1,):
             if layout.pp * chunks <= model.num_layers:
                 yield schedule, chunks
 
 
-def _reject(rejected: _Reasons, why: str, **sizes: int) -> None:
-    rejected.setdefault(why, {})[tuple(sizes.items())] = None
+def _reject(rejected: _Reasons, reason: str, **sizes: int) -> None:
+    rejected.setdefault(reason, {})[tuple(sizes.items())] = None
 
 
 def _build_entry(
@@ -236,7 +236,7 @@ def _compute_axis_span(layout: Layout, experts_first: bool) -> int:
 
 
 def choose_layout_dispatch(
-    model: Architecture, layout: Layout, platform: Platform, experts_first: bool, wanted: str = "auto"
+    model: Architecture, layout: Layout, platform: Platform, experts_first: bool, preferred: str = "auto"
 ) -> Any:
     """Choose how rows travel: as wanted if the topology allows it, otherwise the fastest dispatch, as under
     `Plan(dispatch="auto")`.
@@ -244,10 +244,10 @@ def choose_layout_dispatch(
     "gather" must be wanted: it moves no fewer bytes than "dedup", and the seconds of a step do not include the host.
     "pull" counts as "gather": it has the same buffers, and nobody has measured its time.
     """
-    wanted = "gather" if wanted == "pull" else wanted
+    preferred = "gather" if preferred == "pull" else preferred
     seconds = estimate_dispatches(model, layout, platform, experts_first) if layout.ep > 1 else {"flat": 0.0}
-    if wanted in seconds:
-        return wanted
+    if preferred in seconds:
+        return preferred
     return choose_dispatch({dispatch: s for dispatch, s in seconds.items() if dispatch != "gather"})
 
 
@@ -260,17 +260,17 @@ def _find_fitting_zero(
     """
     sizes = _size_key(layout)
     for zero, memory in evaluate_memory_by_zero(model, layout, platform, (1, 2, 3) if layout.dp > 1 else (0,)):
-        lacking = memory["M_gpu"] - platform.memory_bytes
-        if lacking <= 0:
+        shortage = memory["M_gpu"] - platform.memory_bytes
+        if shortage <= 0:
             return dataclasses.replace(layout, zero=zero), memory
-        if sizes not in shortages or lacking < shortages[sizes][0]:
-            shortages[sizes] = lacking, max(MEMORY_TERMS, key=memory.__getitem__)
+        if sizes not in shortages or shortage < shortages[sizes][0]:
+            shortages[sizes] = shortage, max(MEMORY_TERMS, key=memory.__getitem__)
     return None
 
 
-def _describe_shortage(sizes: tuple[int, int, int], lacking: float, term: str) -> Rejected:
-    why = f"does not fit: {amount(lacking, 'B')} too much at least, most of it {TERMS[term]} ({term})"
-    return Rejected((dict(zip(("PP", "TP", "EP"), sizes, strict=True)),), why, lacking, term)
+def _describe_shortage(sizes: tuple[int, int, int], shortage: float, term: str) -> Rejected:
+    reason = f"does not fit: {amount(shortage, 'B')} too much at least, most of it {TERMS[term]} ({term})"
+    return Rejected((dict(zip(("PP", "TP", "EP"), sizes, strict=True)),), reason, shortage, term)
 
 
 def _size_key(layout: Layout) -> tuple[int, int, int]:

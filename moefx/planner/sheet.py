@@ -78,12 +78,12 @@ class Sheet:
             if formula.name in self.formulas:
                 raise ValueError(f"two formulas are named {formula.name}")
             self.formulas[formula.name] = formula
-        made: set[str] = set()
+        defined: set[str] = set()
         for formula in self:
-            later = _list_symbol_names(formula.expression) & (self.formulas.keys() - made)
-            if later:
-                raise ValueError(f"{formula.name} uses {', '.join(sorted(later))}, which is not above it")
-            made.add(formula.name)
+            undefined = _list_symbol_names(formula.expression) & (self.formulas.keys() - defined)
+            if undefined:
+                raise ValueError(f"{formula.name} uses {', '.join(sorted(undefined))}, which is not above it")
+            defined.add(formula.name)
 
     def __iter__(self) -> Iterator[Formula]:
         return iter(self.formulas.values())
@@ -119,11 +119,11 @@ class Sheet:
     def format_results(self, *names: str, **values: float) -> str:
         """Format the formulas of results with their numbers, followed by those of the results that they use."""
         results = self(**values)
-        known, lines = values | results, []
+        all_values, lines = values | results, []
         for formula in self.dependencies(*names):
             margin = " " * (len(formula.name) + 1)
             lines += [f"{formula.name} = {_FormulaPrinter().doprint(formula.expression)}    # {formula.meaning}"]
-            numbers = _FormulaPrinter(known).doprint(formula.expression)
+            numbers = _FormulaPrinter(all_values).doprint(formula.expression)
             value = amount(results[formula.name], formula.unit)
             lines += [f"{margin}= {numbers} = {value}" if numbers != value else f"{margin}= {value}"]
         return "\n".join(lines)
@@ -155,8 +155,8 @@ class _CodePrinter(PythonCodePrinter):
 
     def _print_ceiling(self, expression: sympy.Expr) -> str:
         inside: Any = expression.args[0]
-        above, below = map(self._print, inside.as_numer_denom())
-        return f"-(-({above}) // ({below}))"
+        numerator, denominator = map(self._print, inside.as_numer_denom())
+        return f"-(-({numerator}) // ({denominator}))"
 
     def _print_Max(self, expression: sympy.Expr) -> str:
         return f"max({', '.join(map(self._print, expression.args))})"

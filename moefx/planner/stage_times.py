@@ -43,10 +43,10 @@ def predict_layer_times(
     Raises:
         InvalidPlan: the layout does not fit the model.
     """
-    whole = dataclasses.replace(layout, pp=1, microbatches=1, schedule="1f1b", chunks=1)
+    one_stage = dataclasses.replace(layout, pp=1, microbatches=1, schedule="1f1b", chunks=1)
     values, sheet = (
-        collect_values(model, whole, platform, experts_first),
-        find_step_sheet(whole, platform, experts_first),
+        collect_values(model, one_stage, platform, experts_first),
+        find_step_sheet(one_stage, platform, experts_first),
     )
 
     def predict(dense: int, moe: int, head: int) -> float:
@@ -75,7 +75,7 @@ def cut_by_time(
     number, most = len(layers), max_layers or len(layers)
     if not num_stages <= number <= num_stages * most:
         raise InvalidPlan(f"{number} layers cannot be cut into {num_stages} stages of 1 to {most} layers")
-    until = [0.0, *itertools.accumulate(layers)]
+    cumulative = [0.0, *itertools.accumulate(layers)]
 
     def find_best(combine: Callable[[float, float], float], limit: float) -> tuple[float, list[int]]:
         """Return the least cost of a cut, and the ends of its stages.
@@ -89,7 +89,7 @@ def cut_by_time(
             own_head, ends = head if stage == num_stages - 1 else 0.0, dict[int, tuple[float, list[int]]]()
             for begin, (cost, cuts) in best.items():
                 for end in range(begin + 1, min(begin + most, number) + 1):
-                    seconds = until[end] - until[begin] + own_head
+                    seconds = cumulative[end] - cumulative[begin] + own_head
                     if seconds > limit:
                         break
                     total = combine(cost, seconds)

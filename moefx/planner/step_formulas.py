@@ -58,11 +58,11 @@ def _build_layer_formulas(layers: sympy.Expr, moe: sympy.Expr, logits: Any) -> d
     Args:
         logits: 1 to include the logits, otherwise 0.
     """
-    again = n_again + n_up * (n_mat - 1) / n_mat
+    num_recomputed = n_again + n_up * (n_mat - 1) / n_mat
     return {
         "T_compute": n_pass
         * (layers * (T_attention + T_pointwise) + moe * T_rest + (layers - moe) * T_ffn + logits * T_logits)
-        + moe * (T_experts_step + again * T_experts),
+        + moe * (T_experts_step + num_recomputed * T_experts),
         "T_alltoall": moe * ((4 + 2 * n_again) * T_exchange + (1 + n_again) * T_counts),
         "T_tp": layers * (2 + n_again) / 2 * (V_tp * beta_tp + 2 * (1 + n_attn) * n_tp * alpha_tp),
         "T_gather": (2 + n_again) * moe * (V_gather * beta_tp + n_g * alpha_tp),
@@ -130,12 +130,12 @@ def evaluate_memory_by_zero(
     model: Architecture, layout: Layout, platform: Platform, zeros: Iterable[int]
 ) -> Iterator[tuple[int, dict[str, float]]]:
     """Yield (ZeRO stage, results of `evaluate_memory`) for several stages of ZeRO."""
-    states, (_, kept) = (
+    states, (_, activations) = (
         _evaluate_states(model, layout.pp, layout.tp, layout.dp, layout.ep),
         _find_fullest(model, layout),
     )
     for zero in zeros:
-        parts = states[zero] | kept
+        parts = states[zero] | activations
         yield zero, parts | TOTAL(**parts, M_fw=platform.overhead)
 
 
@@ -147,10 +147,10 @@ def find_fullest_stage(model: Architecture, layout: Layout) -> int:
 def _find_fullest(model: Architecture, layout: Layout) -> tuple[int, dict[str, float]]:
     """Return the stage that keeps most activations, and the results of `ACTIVATIONS` there. States are equal on all
     stages."""
-    counted = _evaluate_states(model, layout.pp, layout.tp, layout.dp, layout.ep)[layout.zero]
+    states = _evaluate_states(model, layout.pp, layout.tp, layout.dp, layout.ep)[layout.zero]
     ends = (0, layout.pp - 1) if layout.pp > 1 else (0,)
-    kept = {stage: ACTIVATIONS(**layout.values(model, stage), **counted) for stage in ends}
-    return max(kept.items(), key=lambda item: item[1]["M_activations"])
+    parts_by_stage = {stage: ACTIVATIONS(**layout.values(model, stage), **states) for stage in ends}
+    return max(parts_by_stage.items(), key=lambda item: item[1]["M_activations"])
 
 
 @functools.lru_cache(maxsize=64)
@@ -184,12 +184,12 @@ def _correct_bubble(layout: Layout, values: dict[str, float], formulas: Sheet) -
     if layout.pp == 1 or not layout.schedule.startswith("zb"):
         return values
     results = formulas(**values)
-    layers, moe, again = values["l_t"], values["l_t_moe"], values["n_again"]
+    layers, moe, num_recomputed = values["l_t"], values["l_t_moe"], values["n_again"]
     dense = layers * results["T_attention"] + moe * results["T_rest"] + (layers - moe) * results["T_ffn"]
     dense += values["h_t"] * results["T_logits"] + layers * results["T_pointwise"]
     scores = layers * results["F_scores"] / (values["peak"] * values["e_attn"])  # have no weights
     forward = dense + moe * (results["T_experts"] + 2 * results["T_exchange"] + results["T_counts"])
-    forward += (results["T_tp"] + results["T_gather"]) / (2 + again) + results["T_params"] / 2
+    forward += (results["T_tp"] + results["T_gather"]) / (2 + num_recomputed) + results["T_params"] / 2
     weights = (
         dense - scores - layers * results["T_pointwise"] + moe * (results["T_experts_step"] - 2 * results["T_experts"])
     )
@@ -237,13 +237,13 @@ def compute_row_widths(model: Architecture, layout: Layout) -> dict[str, float]:
     "w" is a row with all slots of its token, "w1" one with a single slot, "w_all" one of "gather", whose destinations
     are numbers of all experts.
     """
-    on_rank, is_weighted, anywhere = model.num_experts // layout.ep, model.top_k > 1, 2**31
+    on_rank, is_weighted, unbounded = model.num_experts // layout.ep, model.top_k > 1, 2**31
     return {
         name: sum(row_bytes(model.hidden_size, choices, experts_per_rank, is_weighted)) / 4
         for name, choices, experts_per_rank in (
             ("w", model.top_k, on_rank),
             ("w1", 1, on_rank),
-            ("w_all", model.top_k, anywhere),
+            ("w_all", model.top_k, unbounded),
         )
     }
 
@@ -256,8 +256,8 @@ def find_step_sheet(layout: Layout, platform: Platform, experts_first: bool = Tr
     """
     sizes, networks = _find_expert_levels(layout, platform, experts_first)
     if layout.dispatch in ("rbd", "halo") and len(sizes) == 1 < layout.ep:
-        where = f"EP={layout.ep} is within one: {networks[0].name!r}"
-        raise InvalidPlan(f"dispatch={layout.dispatch!r} goes by levels, but {where}")
+        obstacle = f"EP={layout.ep} is within one: {networks[0].name!r}"
+        raise InvalidPlan(f"dispatch={layout.dispatch!r} goes by levels, but {obstacle}")
     return build_step_sheet(layout.dispatch if layout.ep > 1 else "none", len(sizes))
 
 
@@ -303,8 +303,8 @@ def build_step_sheet(dispatch: str, num_levels: int) -> Sheet:
     zero = sympy.Integer(0)
     rows = zero if dispatch == "none" else quantity(exchange_symbol(dispatch))
     counts = zero if dispatch in ("none", "gather") else quantity("alpha0")
-    chosen = [
+    formulas = [
         Formula("T_exchange", rows, "s", f"an exchange of rows, one direction: {dispatch}"),
         Formula("T_counts", counts, "s", "an exchange of some bytes: how many rows will come"),
     ]
-    return STATES + FORWARD + build_exchange_sheet(num_levels) + Sheet(chosen) + VOLUMES + STEP
+    return STATES + FORWARD + build_exchange_sheet(num_levels) + Sheet(formulas) + VOLUMES + STEP

@@ -138,13 +138,13 @@ class ExplainedFormulas:
 
 def explain_formulas(sheet: Sheet, *names: str, **values: float) -> ExplainedFormulas:
     """Explain the formulas of these results, with `values` for the inputs."""
-    used: set[str] = set()
+    symbol_names: set[str] = set()
     has_parts = False
     for formula in sheet.dependencies(*names):
-        used |= {str(symbol) for symbol in formula.expression.free_symbols}
+        symbol_names |= {str(symbol) for symbol in formula.expression.free_symbols}
         has_parts = has_parts or bool(formula.expression.atoms(distinct_parts))
     rows = []
-    for symbol in sorted(used - sheet.formulas.keys(), key=lambda name: (name.lower(), name)):
+    for symbol in sorted(symbol_names - sheet.formulas.keys(), key=lambda name: (name.lower(), name)):
         unit, text = find_meaning(symbol)
         rows.append((symbol, format_number(values[symbol]) + ("" if unit == "1" else f" {unit}"), text))
     return ExplainedFormulas(sheet.format_results(*names, **values), (*rows, *([_DISTINCT] if has_parts else [])))

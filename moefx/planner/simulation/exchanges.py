@@ -44,15 +44,15 @@ class Exchanges:
     def __len__(self) -> int:
         return len(self.load)
 
-    def seconds(self, picked: Tensor, stragglers: torch.Generator | None) -> Tensor:
-        """Return the seconds [4, *P] of dispatch and combine, forward and backward, of exchanges `picked` [*P].
+    def seconds(self, exchange_ids: Tensor, stragglers: torch.Generator | None) -> Tensor:
+        """Return the seconds [4, *P] of dispatch and combine, forward and backward, of exchanges `exchange_ids` [*P].
 
         Args:
             stragglers: generator of random slowdowns; None for no slowdowns.
         """
 
         def took(seconds: Tensor, network: Network) -> Tensor:
-            per_exchange = seconds[picked].expand(4, *picked.shape)
+            per_exchange = seconds[exchange_ids].expand(4, *exchange_ids.shape)
             return (
                 per_exchange
                 if stragglers is None
@@ -63,7 +63,7 @@ class Exchanges:
         first = sum(before, torch.zeros((), dtype=torch.float32))
         if self.beside is not None:
             first = torch.maximum(first, took(self.beside, self.networks[-1]))
-        seconds_of_passes = first + last + self.handling[picked]
+        seconds_of_passes = first + last + self.handling[exchange_ids]
         seconds_of_passes[0] += self.counts
         return seconds_of_passes
 
@@ -78,8 +78,8 @@ def draw_exchanges(
         skew: Zipf's exponent of the experts' popularity.
     """
     if layout.ep == 1:
-        nothing = torch.zeros(1, 1, dtype=torch.float64)
-        return Exchanges(nothing + 1, nothing, platform.networks[:1], None, nothing[0], 1)
+        zeros = torch.zeros(1, 1, dtype=torch.float64)
+        return Exchanges(zeros + 1, zeros, platform.networks[:1], None, zeros[0], 1)
     sizes, networks = platform.list_levels(layout.ep, int(groups[0, 1] - groups[0, 0]))
     by_level = layout.dispatch in ("rbd", "halo")
     width = compute_row_widths(model, layout)[{"flat": "w1", "gather": "w_all"}.get(layout.dispatch, "w")]
@@ -87,7 +87,7 @@ def draw_exchanges(
     tokens = max(layout.sequences * layout.tokens // (layout.tp if layout.ssmb else 1), 1)
     number = max(min(_MAX_EXCHANGES, _MAX_TOKENS // (layout.ep * tokens)), 1)
     repeats = min(_REPEATS, number)
-    loads, hops, beside, handling = [], [], [], []
+    loads, hops, node_seconds, handling = [], [], [], []
     for i in range(number - number % repeats):
         if i % repeats == 0:
             order = torch.randperm(model.num_experts, generator=generator)
@@ -95,18 +95,18 @@ def draw_exchanges(
         group = groups[i % len(groups)]
         # tensor ranks have the same tokens, unless the sequence is spread over them
         _, sequence = torch.unique(group if layout.ssmb else group // layout.tp, return_inverse=True)
-        moved, load = _draw_rows(weights, sequence, tokens, model.top_k, sizes, layout.dispatch, generator)
+        rows_by_hop, load = _draw_rows(weights, sequence, tokens, model.top_k, sizes, layout.dispatch, generator)
         links = build_fabric(platform, group.tolist())
-        took = [links.compute_busiest_link_seconds(rows * width) for rows in moved]
+        took = [links.compute_busiest_link_seconds(rows * width) for rows in rows_by_hop]
         if layout.dispatch == "halo":
-            beside.append(took.pop() + latencies[-1])
+            node_seconds.append(took.pop() + latencies[-1])
         hops.append(torch.stack([seconds + latency for seconds, latency in zip(took, latencies, strict=True)]))
         loads.append(load.double() / (tokens * model.top_k))
-        handling.append((moved.sum(1) + moved.sum(2)).sum(0).amax() * width * platform.handling / 2)
-    used = networks if by_level else networks[:1]
-    apart = torch.stack(beside) if beside else None
+        handling.append((rows_by_hop.sum(1) + rows_by_hop.sum(2)).sum(0).amax() * width * platform.handling / 2)
+    levels = networks if by_level else networks[:1]
+    of_nodes = torch.stack(node_seconds) if node_seconds else None
     counts = 0.0 if layout.dispatch == "gather" else max(n.latency for n in networks)
-    return Exchanges(torch.stack(loads), torch.stack(hops), used, apart, torch.stack(handling), repeats, counts)
+    return Exchanges(torch.stack(loads), torch.stack(hops), levels, of_nodes, torch.stack(handling), repeats, counts)
 
 
 def _draw_rows(
@@ -121,12 +121,14 @@ def _draw_rows(
     Returns:
         Rows from rank to rank [hops, W, W], the exchange beside the hops last; routed rows of each rank [W].
     """
-    ranks, drawn = len(sequence), int(sequence.max()) + 1
-    moved, load = torch.zeros((), dtype=torch.float32), torch.zeros((), dtype=torch.float32)
+    ranks, number = len(sequence), int(sequence.max()) + 1
+    rows_by_hop, load = torch.zeros((), dtype=torch.float32), torch.zeros((), dtype=torch.float32)
     for begin in range(0, tokens, at_once := max(_AT_ONCE // ranks, 1)):
-        some = min(at_once, tokens - begin)
-        choices = draw_choices(weights, drawn * some, top_k, generator).view(top_k, drawn, some)[:, sequence].flatten(1)
-        traffic = count_traffic(choices, torch.arange(ranks).repeat_interleave(some), len(weights), sizes, dispatch)
-        moved = moved + torch.stack([*traffic.hops, *([] if traffic.beside is None else [traffic.beside])])
+        count = min(at_once, tokens - begin)
+        choices = (
+            draw_choices(weights, number * count, top_k, generator).view(top_k, number, count)[:, sequence].flatten(1)
+        )
+        traffic = count_traffic(choices, torch.arange(ranks).repeat_interleave(count), len(weights), sizes, dispatch)
+        rows_by_hop = rows_by_hop + torch.stack([*traffic.hops, *([] if traffic.beside is None else [traffic.beside])])
         load = load + count_choices(choices, len(weights), ranks)
-    return moved, load
+    return rows_by_hop, load

@@ -56,38 +56,38 @@ class Fabric:
             traffic: [n, n] bytes.
         """
         left, paths, seconds = traffic.flatten().double(), self._paths(*_pairs(traffic)), 0.0
-        going = (left > 0) & (paths < len(self.bandwidths)).any(0)
-        while going.any():
-            left, paths = left[going], paths[:, going]
+        is_open = (left > 0) & (paths < len(self.bandwidths)).any(0)
+        while is_open.any():
+            left, paths = left[is_open], paths[:, is_open]
             rates = self._shares(paths)
             first = (left / rates).min()
-            seconds, after = seconds + float(first), left - rates * first
-            left, going = after, after > 1e-9 * left
+            seconds, remaining = seconds + float(first), left - rates * first
+            left, is_open = remaining, remaining > 1e-9 * left
         return seconds
 
     def _paths(self, sources: Tensor, targets: Tensor) -> Tensor:
         """Find the links on each path, int64 [2 * levels, F]; L if a level is not used."""
         level = (self.units[:, sources] != self.units[:, targets]).sum(0)  # 0: within a node
         none, links = torch.full_like(sources, len(self.bandwidths)), []
-        for i, (out, into) in enumerate(self.ports):
-            used = level >= i if i else (level == 0) & (sources != targets)
-            links += [torch.where(used, out[sources], none), torch.where(used, into[targets], none)]
+        for i, (out_ports, in_ports) in enumerate(self.ports):
+            is_used = level >= i if i else (level == 0) & (sources != targets)
+            links += [torch.where(is_used, out_ports[sources], none), torch.where(is_used, in_ports[targets], none)]
         return torch.stack(links)
 
     def _shares(self, paths: Tensor) -> Tensor:
         """Compute max-min fair rates by progressive filling: the link with the smallest share for each flow fills
         first."""
         rates = torch.zeros(paths.shape[1], dtype=torch.float64)
-        spare, is_open = self.bandwidths.clone(), torch.ones(paths.shape[1], dtype=torch.bool)
+        free, is_open = self.bandwidths.clone(), torch.ones(paths.shape[1], dtype=torch.bool)
         while is_open.any():
-            users = torch.bincount(paths[:, is_open].flatten(), minlength=len(spare) + 1)[:-1]
-            share = torch.where(users > 0, spare / users, math.inf)
-            least = share.min()
-            is_full = torch.cat([share <= least * (1 + 1e-12), torch.tensor([False])])
-            filled = is_open & is_full[paths].any(0)
-            rates[filled] = least
-            spare -= least * torch.bincount(paths[:, filled].flatten(), minlength=len(spare) + 1)[:-1]
-            is_open &= ~filled
+            users = torch.bincount(paths[:, is_open].flatten(), minlength=len(free) + 1)[:-1]
+            share = torch.where(users > 0, free / users, math.inf)
+            min_share = share.min()
+            is_full = torch.cat([share <= min_share * (1 + 1e-12), torch.tensor([False])])
+            is_fixed = is_open & is_full[paths].any(0)
+            rates[is_fixed] = min_share
+            free -= min_share * torch.bincount(paths[:, is_fixed].flatten(), minlength=len(free) + 1)[:-1]
+            is_open &= ~is_fixed
         return rates
 
 

@@ -34,18 +34,18 @@ def draw_choices(weights: Tensor, num_tokens: int, top_k: int, generator: torch.
     ends = weights.cumsum(0)
     begins = ends - weights
     left = ends[-1].expand(num_tokens)
-    chosen: list[Tensor] = []
+    experts: list[Tensor] = []
     for _ in range(top_k):
         at = (torch.rand(num_tokens, dtype=torch.float64, generator=generator) * left).long()
         at = torch.minimum(at, left - 1)
-        for expert in chosen:  # skip the experts that are already chosen
+        for expert in experts:  # skip the experts that are already chosen
             at = at + weights[expert] * (at >= begins[expert])
         new = torch.searchsorted(ends, at, right=True)
         left = left - weights[new]
-        for i, expert in enumerate(chosen):
-            chosen[i], new = torch.minimum(expert, new), torch.maximum(expert, new)
-        chosen.append(new)
-    return torch.stack(chosen)
+        for i, expert in enumerate(experts):
+            experts[i], new = torch.minimum(expert, new), torch.maximum(expert, new)
+        experts.append(new)
+    return torch.stack(experts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,12 +95,12 @@ def _count_hop(
     to: Tensor,
     sources: Tensor,
     ranks: int,
-    above: int,
+    unit_size: int,
     behind: int,
     taking_part: Tensor | None = None,
     counts_slots: bool = False,
 ) -> Tensor:
-    """Count the rows of one hop between units of `behind` ranks inside of units of `above` ranks.
+    """Count the rows of one hop between units of `behind` ranks inside of units of `unit_size` ranks.
 
     In each unit the rank at the sender's position receives.
 
@@ -118,7 +118,7 @@ def _count_hop(
             last = torch.where(taking_part[i], unit, last)
         else:
             last = unit
-        sender = rank // above * above + sources % above
+        sender = rank // unit_size * unit_size + sources % unit_size
         receiver = unit * behind + sources % behind
         counts += torch.bincount((sender * ranks + receiver)[new], minlength=ranks * ranks)
     return counts.view(ranks, ranks)

@@ -32,10 +32,10 @@ class Timeline:
     def in_flight(self, stage: int) -> int:
         """Count the most chunks whose forward is done and whose backward is not: the stage keeps their
         activations."""
-        done, kept, most = "W" if any(op.kind == "W" for op in self.ops[stage]) else "B", 0, 0
+        last_kind, num_kept, most = "W" if any(op.kind == "W" for op in self.ops[stage]) else "B", 0, 0
         for op in self.ops[stage]:
-            kept += (op.kind == "F") - (op.kind == done)
-            most = max(most, kept)
+            num_kept += (op.kind == "F") - (op.kind == last_kind)
+            most = max(most, num_kept)
         return most
 
 

@@ -122,14 +122,14 @@ def _build_stage(
     dense += at_mean["T_logits"]
     scores = layers * at_mean["F_scores"] / (values["peak"] * values["e_attn"])  # have no weights
     forward, step = experts("T_experts"), experts("T_experts_step")
-    again = values["n_again"] + values["n_up"] * (values["n_mat"] - 1) / values["n_mat"]
+    num_recomputed = values["n_again"] + values["n_up"] * (values["n_mat"] - 1) / values["n_mat"]
     tensor, parameters = (at_mean["T_tp"] + at_mean["T_gather"]) / (2 + values["n_again"]), at_mean["T_params"] / 2
     return StageWork(
         moe_layers=moe_layers,
         forward=PassSeconds(dense, tensor, parameters, forward),
         backward=PassSeconds(
             (at_mean["n_pass"] - 1) * dense, (1 + values["n_again"]) * tensor, parameters,
-            step + forward.times(again - 1),
+            step + forward.times(num_recomputed - 1),
         ),
         again=int(values["n_again"]),
         weights=PassSeconds(dense - scores, 0.0, 0.0, step + forward.times(-2)),

@@ -61,16 +61,18 @@ class SimulatedStep:
     def __str__(self) -> str:
         rows = [("", "formulas", "simulated", "")]
         for name, meaning in COMPONENTS.items():
-            theirs, simulated = (amount(round(of[name], 9) + 0.0, "s") for of in (self.formulas, self.components))
-            rows.append((name, theirs, simulated, meaning))
+            predicted, simulated = (
+                amount(round(parts[name], 9) + 0.0, "s") for parts in (self.formulas, self.components)
+            )
+            rows.append((name, predicted, simulated, meaning))
         rows += [("step", amount(sum(self.formulas.values()), "s"), amount(self.seconds, "s"), "")]
         lines = [f"{row[0]:<16}{row[1]:<12}{row[2]:<12}{row[3]}".rstrip() for row in rows]
         lines += ["", f"formulas over simulated {self.ratio:.3f}; routing of skew {self.skew:g}, seed {self.seed}"]
         lines += [f"rank {self.slowest} computes longest"]
         if self.exchanges:
-            least, middle, most = (amount(self.exchanges[i], "s") for i in (0, len(self.exchanges) // 2, -1))
+            shortest, middle, most = (amount(self.exchanges[i], "s") for i in (0, len(self.exchanges) // 2, -1))
             lines[-1] += f"; the busiest of an exchange has {self.imbalance:.3g} times the mean of choices"
-            lines += [f"an exchange takes {least} to {most}, the median {middle}; of {self.draws} drawn ones"]
+            lines += [f"an exchange takes {shortest} to {most}, the median {middle}; of {self.draws} drawn ones"]
         return "\n".join(lines)
 
 
@@ -120,25 +122,25 @@ def _simulate_step(
     straggler_generator = torch.Generator().manual_seed(int(torch.randint(2**62, (), generator=generator)))
     layout.values(model)  # raises if they do not fit
     groups, pipelines = list_expert_groups(layout, experts_first)
-    drawn = draw_exchanges(model, layout, platform, groups, skew, generator)
+    exchanges = draw_exchanges(model, layout, platform, groups, skew, generator)
     stages = build_stages(model, layout, platform, experts_first)
-    patterns, first_layer = len(drawn) // drawn.repeats, 0
+    patterns, first_layer = len(exchanges) // exchanges.repeats, 0
     stage_times: list[_StageTimes] = []
     for stage in stages:
         layers = torch.arange(first_layer, first_layer + stage.moe_layers)
         first_layer += stage.moe_layers
         shape = (stage.moe_layers, layout.microbatches, len(groups))
-        exchange_ids = torch.randint(drawn.repeats, shape, generator=generator)
-        exchange_ids += drawn.repeats * (layers % patterns)[:, None, None]
-        exchange_seconds = drawn.seconds(exchange_ids, straggler_generator if stragglers else None)
-        stage_times.append(_simulate_stage(stage, drawn.load, exchange_ids, exchange_seconds, pipelines))
+        exchange_ids = torch.randint(exchanges.repeats, shape, generator=generator)
+        exchange_ids += exchanges.repeats * (layers % patterns)[:, None, None]
+        exchange_seconds = exchanges.seconds(exchange_ids, straggler_generator if stragglers else None)
+        stage_times.append(_simulate_stage(stage, exchanges.load, exchange_ids, exchange_seconds, pipelines))
     forward, backward, weights = (torch.stack([getattr(w, name) for w in stage_times]) for name in _DURATIONS)
     weight_seconds = weights if layout.schedule.startswith("zb") else None
     timeline = run_schedule(
         layout.schedule, forward, backward, weight_seconds, chunks=layout.chunks, transfer=stages[0].transfer
     )
-    ended = [end[-1].max().item() for end in timeline.end]
-    seconds = max(end + s.gradients + s.optimizer for end, s in zip(ended, stages, strict=True))
+    end_times = [end[-1].max().item() for end in timeline.end]
+    seconds = max(end + s.gradients + s.optimizer for end, s in zip(end_times, stages, strict=True))
     most = max(range(layout.pp), key=lambda i: (forward[i] + backward[i]).sum().item())
     parts = stage_times[most].parts | {"gradients": stages[most].gradients, "optimizer": stages[most].optimizer}
     left = seconds - sum(parts.values())
@@ -154,9 +156,9 @@ def _simulate_step(
         components={name: parts[name] for name in COMPONENTS},
         formulas=_evaluate_components(model, layout, platform, experts_first),
         slowest=int(by_rank.argmax()),
-        imbalance=drawn.load.amax(1).mean().item(),
+        imbalance=exchanges.load.amax(1).mean().item(),
         exchanges=_compute_quantiles(torch.cat([work.exchanges for work in stage_times])) if layout.ep > 1 else (),
-        skew=skew, seed=seed, draws=len(drawn),
+        skew=skew, seed=seed, draws=len(exchanges),
     )  # fmt: skip
 
 
@@ -205,10 +207,10 @@ def _simulate_stage(
         durations.append(layers.sum(0) + work.dense + work.tensor + work.parameters)
         computing = torch.stack(times).double() @ experts
         computed += computing + microbatches * work.dense
-        moving = exchanges.sum((0, 1)).mean().item()
+        transfer = exchanges.sum((0, 1)).mean().item()
         parts["compute"] += computing.mean().item() + microbatches * work.dense
-        parts["waiting"] += layers[..., pipelines].sum((0, 1)).mean().item() - moving - computing.mean().item()
-        parts["exchanges"] += moving
+        parts["waiting"] += layers[..., pipelines].sum((0, 1)).mean().item() - transfer - computing.mean().item()
+        parts["exchanges"] += transfer
         parts["tensor ranks"] += microbatches * work.tensor
         parts["parameters"] += microbatches * work.parameters
     weights = (
@@ -232,12 +234,12 @@ def _evaluate_components(
     per_microbatch = {"compute": results["T_compute"], "waiting": 0.0, "exchanges": results["T_alltoall"],
             "tensor ranks": results["T_tp"] + results["T_gather"], "parameters": results["T_params"],
             }  # fmt: skip
-    once = {
+    per_step = {
         "stages": results["T_bubble"] + results["T_p2p"],
         "gradients": results["T_grads"],
         "optimizer": results["T_optimizer"],
     }
-    return {name: layout.microbatches * per_microbatch.get(name, 0.0) + once.get(name, 0.0) for name in COMPONENTS}
+    return {name: layout.microbatches * per_microbatch.get(name, 0.0) + per_step.get(name, 0.0) for name in COMPONENTS}
 
 
 def _compute_quantiles(seconds: Tensor, number: int = 21) -> tuple[float, ...]:
