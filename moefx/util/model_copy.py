@@ -36,23 +36,23 @@ def copy_model(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]
         MoefxError: an attribute of a module cannot be copied.
     """
     # The copy allocates about twenty containers per module and no garbage: collection would take longer than the copy.
-    collecting = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         return _copy_model(model)
     finally:
-        if collecting:
+        if was_enabled:
             gc.enable()
 
 
 def _copy_model(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
     modules = list(model.modules())
     memo: dict[int, Any] = {id(t): t for m in modules for t in _iterate_shared(m)}
-    plain = [m for m in modules if _copies_by_default(type(m))]
-    for module in plain:
+    plain_modules = [m for m in modules if _copies_by_default(type(m))]
+    for module in plain_modules:
         memo[id(module)] = type(module).__new__(type(module))
     # Children first: a module's own copying method may read its descendants.
-    for module in reversed(plain):
+    for module in reversed(plain_modules):
         attributes = memo[id(module)].__dict__
         for name, value in module.__getstate__().items():
             attributes[name] = value if type(value) in _ATOMIC else _copy_value(value, memo, (model, module, name))
@@ -74,12 +74,12 @@ def _iterate_shared(module: nn.Module) -> Iterator[Any]:
 
 @functools.cache
 def _is_shared(cls: type) -> bool:
-    shared: tuple[type, ...] = (torch.Tensor,)
+    shared_types: tuple[type, ...] = (torch.Tensor,)
     if torch.distributed.is_available():
         from torch.distributed.device_mesh import DeviceMesh
 
-        shared = (torch.Tensor, torch.distributed.ProcessGroup, DeviceMesh)
-    return issubclass(cls, shared)
+        shared_types = (torch.Tensor, torch.distributed.ProcessGroup, DeviceMesh)
+    return issubclass(cls, shared_types)
 
 
 @functools.cache
@@ -97,14 +97,14 @@ def _copies_by_default(cls: type) -> bool:
     )
 
 
-def _copy_value(value: Any, memo: dict[int, Any], where: tuple[nn.Module, nn.Module, str]) -> Any:
+def _copy_value(value: Any, memo: dict[int, Any], location: tuple[nn.Module, nn.Module, str]) -> Any:
     if id(value) in memo:
         return memo[id(value)]
     if type(value) is dict:
         result = memo[id(value)] = {}
         for key, item in value.items():
-            new = key if type(key) is str else _copy_value(key, memo, where)
-            result[new] = item if type(item) in _ATOMIC else _copy_value(item, memo, where)
+            new = key if type(key) is str else _copy_value(key, memo, location)
+            result[new] = item if type(item) in _ATOMIC else _copy_value(item, memo, location)
         return result
     if type(value) is OrderedDict and not value:
         return memo.setdefault(id(value), OrderedDict())  # hook registries, mostly empty
@@ -113,7 +113,7 @@ def _copy_value(value: Any, memo: dict[int, Any], where: tuple[nn.Module, nn.Mod
     except MoefxError:
         raise
     except Exception as error:
-        model, module, attribute = where
+        model, module, attribute = location
         names = [name for name, m in model.named_modules() if m is module]
         path = ".".join(filter(None, (names[0], attribute))) or type(model).__name__
         raise MoefxError(
@@ -151,18 +151,18 @@ def _rebind(value: Any, memo: dict[int, Any]) -> Any:
 
 def _rebind_function(function: types.FunctionType, memo: dict[int, Any]) -> None:
     cells = function.__closure__ or ()
-    moving = [_refers_to_original(_read_cell(cell), memo, set()) for cell in cells]
+    needs_copy = [_refers_to_original(_read_cell(cell), memo, set()) for cell in cells]
     # Keep unchanged cells: functions may share a variable through them.
-    closure = tuple(types.CellType() if moves else cell for cell, moves in zip(cells, moving, strict=True))
+    closure = tuple(types.CellType() if is_new else cell for cell, is_new in zip(cells, needs_copy, strict=True))
     result = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, closure
     )
     result.__kwdefaults__ = function.__kwdefaults__
     result.__dict__.update(function.__dict__)
     memo[id(function)] = result  # before the cells are set, because a closure may enclose itself
-    for cell, old, moves in zip(closure, cells, moving, strict=True):
-        if moves:
-            cell.cell_contents = _rebind(old.cell_contents, memo)
+    for cell, original, is_new in zip(closure, cells, needs_copy, strict=True):
+        if is_new:
+            cell.cell_contents = _rebind(original.cell_contents, memo)
 
 
 def _refers_to_original(value: Any, memo: dict[int, Any], seen: set[int]) -> bool:

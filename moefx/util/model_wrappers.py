@@ -16,6 +16,6 @@ def unwrap_model(model: Any) -> nn.Module:
         InvalidInput: not a module.
     """
     if not isinstance(model, nn.Module):
-        shown = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-        raise InvalidInput(f"expected a model, an instance of nn.Module; got {shown}")
+        description = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise InvalidInput(f"expected a model, an instance of nn.Module; got {description}")
     return getattr(model, "_orig_mod", model)

@@ -28,11 +28,11 @@ def report_progress(call: str) -> Iterator[None]:
         call: name of the call, such as "moefx.compile".
     """
     announce("")
-    done, started = threading.Event(), time.perf_counter()
+    finished, started = threading.Event(), time.perf_counter()
 
     def print_lines() -> None:
         wait = QUIET_SECONDS
-        while not done.wait(wait):
+        while not finished.wait(wait):
             wait = seconds = time.perf_counter() - started
             if sys.stderr is not None:
                 print(f"{call}: {seconds:.0f} s so far, {_step}".rstrip(", "), file=sys.stderr, flush=True)
@@ -43,7 +43,7 @@ def report_progress(call: str) -> Iterator[None]:
     try:
         yield
     finally:
-        done.set()
+        finished.set()
         if printer.is_alive():
             printer.join()
 

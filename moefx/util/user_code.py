@@ -40,10 +40,10 @@ def forward_line(module: nn.Module) -> str:
 
 def user_line(error: BaseException) -> str:
     """Return the user's innermost line in a traceback, or ""."""
-    trace, where = error.__traceback__, ""
+    trace, line = error.__traceback__, ""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
         if is_user_file(file):
-            where = f"{file.rsplit('/', 1)[-1]}:{trace.tb_lineno}"
+            line = f"{file.rsplit('/', 1)[-1]}:{trace.tb_lineno}"
         trace = trace.tb_next
-    return where
+    return line
