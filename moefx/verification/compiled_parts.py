@@ -81,10 +81,10 @@ class CompiledCopies:
 
     def _compile(self, box: nn.Module) -> nn.Module:
         for name, part in self.parts.items():
-            how: dict[str, Any] = {"backend": part.compiler, "dynamic": part.dynamic, **ISOLATED}
+            options: dict[str, Any] = {"backend": part.compiler, "dynamic": part.dynamic, **ISOLATED}
             if part.is_wrapped:
-                return torch.compile(box, **how)  # pyright: ignore[reportReturnType]
-            box.get_submodule(name).compile(**how)
+                return torch.compile(box, **options)  # pyright: ignore[reportReturnType]
+            box.get_submodule(name).compile(**options)
         return box
 
 

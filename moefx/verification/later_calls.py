@@ -107,13 +107,13 @@ class CallPlanner:
         """Plan a call of the given size, then calls of other sizes."""
         interpretation = next(self._iterate_interpretations(), None)
         tokens = None if interpretation is None else _count_tokens(interpretation, interpretation.sizes)
-        again = (
+        resized_inputs = (
             self.inputs
             if interpretation is None
             else resize_inputs(self.inputs, interpretation, interpretation.sizes, self.generator)
         )
         layout: Layout = "" if self.is_costly else "rows apart"
-        second = LaterCall(again, tokens, layout=layout, backward=False)
+        second = LaterCall(resized_inputs, tokens, layout=layout, backward=False)
         if not self._is_on_cpu and self._find_refusal(second) is not None:
             second = LaterCall(self.inputs, layout=layout, backward=False)
         self.plan.calls.append(second)
@@ -122,10 +122,10 @@ class CallPlanner:
         return self.plan
 
     def _add_other_counts(self) -> None:
-        refused = "the token axes of the inputs are unknown"
+        reason = "the token axes of the inputs are unknown"
         if not self._is_on_cpu and sum(p.numel() for p in self.original.parameters()) > MAX_CPU_PARAMETERS:
             # An index out of range on an accelerator would break the process.
-            refused = "the model is too large to try it on the CPU first"
+            reason = "the model is too large to try it on the CPU first"
             interpretations: Iterable[Arguments] = ()
         else:
             interpretations = self._iterate_interpretations()
@@ -137,8 +137,8 @@ class CallPlanner:
             if calls and error is None:
                 self.plan.calls += calls
                 return
-            refused = error or refused
-        self.plan.reasons.append(f"other token counts: {refused}")
+            reason = error or reason
+        self.plan.reasons.append(f"other token counts: {reason}")
 
     def _iterate_interpretations(self) -> Iterator[Arguments]:
         """Iterate over interpretations of the inputs with axes that can be resized."""
@@ -163,14 +163,14 @@ class CallPlanner:
         seen = [num_tokens]
         is_many = num_tokens <= MANY_TOKENS and _LARGE.stop * _count_parameters(self.original) <= MAX_WORK
         # Stay near the given count if MANY_TOKENS would take too long.
-        above = _LARGE if is_many else range(num_tokens + 1, num_tokens + max(num_tokens // 8, 8))
+        larger = _LARGE if is_many else range(num_tokens + 1, num_tokens + max(num_tokens // 8, 8))
         below = range(max(num_tokens // 4, _MIN_TOKENS), max(num_tokens // 2, min(num_tokens, _MIN_TOKENS + 8)))
         unit = interpretation.tokens_per_unit
         small = range(unit, 9 * unit, unit) if unit > 1 else _SMALL
         draws = [
             _Draw(below, range(num_tokens), layout="transposed"),
             *[_Draw(small, range(sys.maxsize), backward=False)] * NUM_SMALL,
-            _Draw(above, range(max(num_tokens, MANY_TOKENS * is_many) + 1, sys.maxsize)),  # last: see MAX_SECONDS
+            _Draw(larger, range(max(num_tokens, MANY_TOKENS * is_many) + 1, sys.maxsize)),  # last: see MAX_SECONDS
         ]
         if self.is_costly:
             del draws[1:]
@@ -253,10 +253,10 @@ def _choose_sizes(interpretation: Arguments, units: int) -> Sizes:
     first, *inner = interpretation.dims
     num_outer = max(1, -(-units // math.prod(interpretation.sizes[dim] for dim in inner))) if inner else units
     num_outer = next((n for n in range(num_outer, 2 * num_outer + 2) if units % n == 0), num_outer)
-    sizes, rest = {first: num_outer}, max(1, units // num_outer)
+    sizes, remaining = {first: num_outer}, max(1, units // num_outer)
     for dim in reversed(inner):
-        sizes[dim] = min(rest, interpretation.sizes[dim])
-        rest = max(1, rest // sizes[dim])
+        sizes[dim] = min(remaining, interpretation.sizes[dim])
+        remaining = max(1, remaining // sizes[dim])
     return sizes
 
 

@@ -88,8 +88,8 @@ class ModelVerifier:
                 if i > 0 or seed != seeds[0]:
                     continue
                 if is_right or self.shares is not None:  # with shares, all ranks must go on
-                    later = dataclasses.replace(options, loss=None, has_second_backward=False)
-                    self.compare_later_calls(chain, inputs, later, case, token_counts)
+                    later_options = dataclasses.replace(options, loss=None, has_second_backward=False)
+                    self.compare_later_calls(chain, inputs, later_options, case, token_counts)
                 else:
                     self.not_covered.append(LATER_CALLS)
             for mode in modes:
@@ -125,12 +125,12 @@ class ModelVerifier:
         self.calls.clear()
         self.forwards.clear()
 
-        def prepare(box: nn.Module, which: str, scope: Scope) -> None:
-            if which == "compiled":
+        def prepare(box: nn.Module, role: str, scope: Scope) -> None:
+            if role == "compiled":
                 self.forwards.update(self.watch(box, scope))
                 self.counts_before = {name: copy.copy(forward.counts) for name, forward in self.forwards.items()}
             else:
-                watch_original(box, self.names, scope, self.calls if which == "original" else None)
+                watch_original(box, self.names, scope, self.calls if role == "original" else None)
 
         chain = CallChain(
             Subject(
@@ -162,37 +162,37 @@ class ModelVerifier:
         ).plan_calls()
         self.not_covered += plan.reasons
         seconds_per_token = math.inf
-        for number, later in enumerate(plan.calls, 2):
-            tokens = later.num_tokens or 1
+        for number, call in enumerate(plan.calls, 2):
+            tokens = call.num_tokens or 1
             if token_counts is None and tokens > MANY_TOKENS and MAX_SECONDS < seconds_per_token * tokens < math.inf:
                 self.not_covered.append(f"{tokens} tokens: too slow by default; set token_counts=({tokens},)")
                 continue
             before, started = self.count_original_calls(), time.process_time()
-            comparison, later = self.compare_later_call(chain, later, options, f"{case}, call {number}")
-            name = f"call {number}: {later}"
+            comparison, call = self.compare_later_call(chain, call, options, f"{case}, call {number}")
+            name = f"call {number}: {call}"
             seconds_per_token = min(seconds_per_token, (time.process_time() - started) / tokens)
             if comparison is None:
                 continue
             self.record_coverage(name, self.count_original_calls() - before)
             if not comparison.ok and self.shares is None:  # with shares, ranks may disagree that it failed
-                changed = later.apply_to(options)
-                self.bisect_model(comparison, later.inputs, changed)
-                self.compare_blocks(self.calls, changed, f"{case}, {name}", routings=False)
-                self.notes.append(f"{name}: {self.find_cause(chain.subject, later, changed)}")
+                call_options = call.apply_to(options)
+                self.bisect_model(comparison, call.inputs, call_options)
+                self.compare_blocks(self.calls, call_options, f"{case}, {name}", routings=False)
+                self.notes.append(f"{name}: {self.find_cause(chain.subject, call, call_options)}")
                 return
 
     def compare_later_call(
-        self, chain: CallChain, later: LaterCall, options: RunOptions, case: str
+        self, chain: CallChain, call: LaterCall, options: RunOptions, case: str
     ) -> tuple[Comparison | None, LaterCall]:
         """Compare one call, in its layout or else contiguous. The comparison is None if the original rejects both."""
-        for tried in (later, dataclasses.replace(later, layout="")) if later.layout else (later,):
+        for trial in (call, dataclasses.replace(call, layout="")) if call.layout else (call,):
             self.calls.clear()
             try:
-                named = f"{case}: {tried}"
-                return self.record(chain.compare(tried.inputs, tried.apply_to(options), named, is_brief=True)), tried
+                named = f"{case}: {trial}"
+                return self.record(chain.compare(trial.inputs, trial.apply_to(options), named, is_brief=True)), trial
             except InvalidInput as error:
                 self.not_covered.append(summarize_error(error.__cause__ or error)[:160] + f" on {named}")
-        return None, later
+        return None, call
 
     def record_coverage(self, comparison: str, ran_original: Counter[str]) -> None:
         """Add a comparison to `covered`, with the blocks that ran their original forward."""
@@ -239,11 +239,11 @@ class ModelVerifier:
             {name: f.counts.original - self.counts_before[name].original for name, f in self.forwards.items()}
         )
 
-    def find_cause(self, subject: Subject, later: LaterCall, options: RunOptions) -> str:
+    def find_cause(self, subject: Subject, call: LaterCall, options: RunOptions) -> str:
         """Find the property of a failed call that makes it fail, by leaving out one at a time."""
 
         def is_right(options: RunOptions) -> bool:
-            return CallChain(dataclasses.replace(subject, prepare=_watch_nothing)).compare(later.inputs, options).ok
+            return CallChain(dataclasses.replace(subject, prepare=_watch_nothing)).compare(call.inputs, options).ok
 
         if is_right(options):
             return "correct as the first call of fresh copies, so the calls before it left something behind"
@@ -263,8 +263,8 @@ class ModelVerifier:
         """Compare two blocks on the inputs of the reference's block, so that earlier errors do not count."""
         forwards: dict[str, BlockForward] = {}
 
-        def prepare(box: nn.Module, which: str, scope: Scope) -> None:
-            if which == "compiled":
+        def prepare(box: nn.Module, role: str, scope: Scope) -> None:
+            if role == "compiled":
                 forwards.update(watch_compiled(box, Scope()))  # a single block needs no scope
 
         original, compiled = (model.get_submodule(name) for model in (self.reference, self.compiled))
@@ -294,10 +294,10 @@ class ModelVerifier:
         return f"{snapshot.pass_name} ({snapshot.rule})" if snapshot.rule else snapshot.pass_name
 
 
-def add_calls(total: Counter[str], now: CallCounts, before: CallCounts) -> None:
+def add_calls(total: Counter[str], after: CallCounts, before: CallCounts) -> None:
     """Add the calls between two counts to `total`."""
-    total["rewritten"] += now.rewritten - before.rewritten
-    total["original"] += now.original - before.original
+    total["rewritten"] += after.rewritten - before.rewritten
+    total["original"] += after.original - before.original
 
 
 def build_path_rows(counts: Mapping[str, Counter[str]], note_if_none: str) -> list[Row]:
@@ -329,20 +329,20 @@ def _check_initial_state(compiled: nn.Module, reference: nn.Module, shares: Shar
 def _check_tensors(compiled: nn.Module, reference: nn.Module, shares: Shares | None, is_fx_graph: bool) -> list[Row]:
     """Return failed rows for parameters and buffers that one model lacks, or that differ."""
     rows = []
-    stacked, elsewhere = (shares.stacked, shares.elsewhere) if shares else ({}, frozenset())
+    stacked, other_names = (shares.stacked, shares.elsewhere) if shares else ({}, frozenset())
     for kind, list_tensors in (("grad_param", nn.Module.named_parameters), ("buffer", nn.Module.named_buffers)):
-        ours, theirs = (dict(list_tensors(model, remove_duplicate=False)) for model in (compiled, reference))
-        missing = ours.keys() ^ theirs.keys() - elsewhere
+        tensors, references = (dict(list_tensors(model, remove_duplicate=False)) for model in (compiled, reference))
+        missing = tensors.keys() ^ references.keys() - other_names
         if is_fx_graph:  # a graph lacks unused parameters
-            missing &= ours.keys()
+            missing &= tensors.keys()
         for name in missing:
-            note = f"only the {'compiled model' if name in ours else 'reference'} has it"
+            note = f"only the {'compiled model' if name in tensors else 'reference'} has it"
             rows.append(Row("", name, kind, ok=False, error=math.inf, note=note))
-        for name in ours.keys() & theirs.keys():
-            own: Any = to_local(ours[name])
-            given = stacked[name].select_local(theirs[name].detach()) if name in stacked else theirs[name]
-            is_alike = own.shape == given.shape and own.dtype == given.dtype
-            if own is not given and not (is_alike and torch.equal(own, given.to(own.device))):
+        for name in tensors.keys() & references.keys():
+            actual: Any = to_local(tensors[name])
+            expected = stacked[name].select_local(references[name].detach()) if name in stacked else references[name]
+            is_alike = actual.shape == expected.shape and actual.dtype == expected.dtype
+            if actual is not expected and not (is_alike and torch.equal(actual, expected.to(actual.device))):
                 rows.append(Row("", name, "state", ok=False, error=math.inf, note=OTHER_VALUES))
     return rows
 
@@ -368,7 +368,7 @@ def is_graph(compiled: nn.Module, reference: nn.Module) -> bool:
     return isinstance(compiled, fx.GraphModule) and not isinstance(reference, fx.GraphModule)
 
 
-def _watch_nothing(box: nn.Module, which: str, scope: Scope) -> None:
+def _watch_nothing(box: nn.Module, role: str, scope: Scope) -> None:
     pass
 
 
@@ -383,10 +383,10 @@ def is_region(block: nn.Module) -> bool:
 
 def copy_with_original_regions(compiled: nn.Module) -> nn.Module:
     """Return a copy of a graph that shares its weights and whose regions run their original code."""
-    shared = (*compiled.parameters(), *compiled.buffers())
-    plain = copy.deepcopy(compiled, {id(t): t for t in shared})
-    for name in find_rewritten_blocks(plain):
-        block = plain.get_submodule(name)
+    shared_tensors = (*compiled.parameters(), *compiled.buffers())
+    original_copy = copy.deepcopy(compiled, {id(t): t for t in shared_tensors})
+    for name in find_rewritten_blocks(original_copy):
+        block = original_copy.get_submodule(name)
         if is_region(block):
             vars(block).pop("forward")
-    return plain
+    return original_copy

@@ -26,11 +26,11 @@ LEGEND = (
 
 def format_report(report: VerifyReport) -> str:
     """Format one line for each (block, kind) with its worst tensor, the routing of each block, and the failures."""
-    rows, failed = report.rows, report.failed
+    rows, failures = report.rows, report.failed
     blocks = list(dict.fromkeys(row.block for row in rows))
-    verdict = "passed" if report.ok else f"FAILED, {len(failed)} of {len(rows)} comparisons"
-    if untrue := sum(NO_TRUTH in note for note in report.notes):
-        verdict += f"; {untrue} part(s) without a float64 truth, compared with the original in its own precision"
+    verdict = "passed" if report.ok else f"FAILED, {len(failures)} of {len(rows)} comparisons"
+    if without_truth := sum(NO_TRUTH in note for note in report.notes):
+        verdict += f"; {without_truth} part(s) without a float64 truth, compared with the original in its own precision"
     lines = [f"moefx.verify: {verdict}"]
     lines += _align_columns(
         [("block", "kind", "compared", "worst error", "allowed", "norm", "worst tensor", "")]
@@ -54,10 +54,10 @@ def format_report(report: VerifyReport) -> str:
                 for key in dict.fromkeys((row.block, row.op) for row in report.routing)
             ]
         )
-    if failed:
+    if failures:
         lines += ["", "failed"]
-        lines += _align_columns([_format_failure(row) for row in failed[:MAX_FAILED]])
-        lines += [f"  ... and {len(failed) - MAX_FAILED} more"] if len(failed) > MAX_FAILED else []
+        lines += _align_columns([_format_failure(row) for row in failures[:MAX_FAILED]])
+        lines += [f"  ... and {len(failures) - MAX_FAILED} more"] if len(failures) > MAX_FAILED else []
         lines += ["", _format_culprit(report)]
     lines += [f"note: {note}" for note in report.notes]
     return "\n".join(lines)
@@ -76,16 +76,16 @@ def _format_culprit(report: VerifyReport) -> str:
             "No rewritten block differs on the reference's own inputs: the difference lies outside the blocks. "
             "Check that the compiled model is the first argument, and the reference the second."
         )
-    after = f"; first pass that differs: {report.first_pass}" if report.first_pass else ""
-    return f"First block that differs: {_format_block(report.first_block)}{after}"
+    pass_text = f"; first pass that differs: {report.first_pass}" if report.first_pass else ""
+    return f"First block that differs: {_format_block(report.first_block)}{pass_text}"
 
 
 def _summarize_rows(block: str, kind: str, rows: Sequence[Row]) -> tuple[str, ...]:
     worst = max(rows, key=lambda r: (not r.ok, r.error / r.bound if r.bound else r.error))
-    failed = sum(not row.ok for row in rows)
+    num_failed = sum(not row.ok for row in rows)
     return (
         _format_block(block), kind, str(len(rows)), f"{worst.error:.2g}", f"{worst.bound:.2g}", worst.norm,
-        worst.name, f"FAILED ({failed})" if failed else "ok",
+        worst.name, f"FAILED ({num_failed})" if num_failed else "ok",
     )  # fmt: skip
 
 
@@ -111,5 +111,5 @@ def _format_block(block: str) -> str:
 
 def _align_columns(table: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in table]
-    return ["  " + "  ".join(row).rstrip() for row in padded]
+    padded_rows = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in table]
+    return ["  " + "  ".join(row).rstrip() for row in padded_rows]

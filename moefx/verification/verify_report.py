@@ -131,8 +131,8 @@ def verify(
             (`Plan(sequence_axis=...)`) with the same inputs.
     """
     recipes, parts = _check_models(compiled, reference)
-    further, compiled, reference = parse_modes(modes), unwrap_model(compiled), unwrap_model(reference)
-    if is_graph(compiled, reference) and any(mode.training is not None for mode in further):
+    further_modes, compiled, reference = parse_modes(modes), unwrap_model(compiled), unwrap_model(reference)
+    if is_graph(compiled, reference) and any(mode.training is not None for mode in further_modes):
         raise InvalidInput("verify: a graph keeps its mode of capture; modes can be no_grad or inference_mode only")
     shares = find_shares(compiled)
     if any(f.watch is not None and f.watch.is_parallelized for f in find_rewritten_blocks(compiled).values()):
@@ -154,14 +154,14 @@ def verify(
     if recipes and not find_rewritten_blocks(compiled):
         from .backend_verifier import verify_traced  # imports the backend
 
-        traced = verify_traced(
+        traced_verifier = verify_traced(
             compiled, recipes, reference, sets, dtype=dtype, grads=grads, seeds=seeds, loss=loss, routings=routings,
-            token_counts=token_counts, modes=further,
+            token_counts=token_counts, modes=further_modes,
         )  # fmt: skip
-        traced.compare_compiled_copy(
-            _select_runnable_parts(parts, recipes), sets, traced.build_options(seeds[0], grads, loss)
+        traced_verifier.compare_compiled_copy(
+            _select_runnable_parts(parts, recipes), sets, traced_verifier.build_options(seeds[0], grads, loss)
         )
-        return _build_report(traced)
+        return _build_report(traced_verifier)
     rows: list[Row] = []
     verifier = ModelVerifier(compiled, reference, dtype, shares)
     if _find_regions(compiled, reference):
@@ -173,12 +173,12 @@ def verify(
                 f"verify: the graph was rewritten for {', '.join(sorted(map(str, own_dtypes)))} only; to compare in "
                 f"{dtype}, rewrite the graph of a model in {dtype}"
             )
-        plain = copy_with_original_regions(compiled)
-        graph_verifier = ModelVerifier(plain, reference, dtype, shares)
+        original_copy = copy_with_original_regions(compiled)
+        graph_verifier = ModelVerifier(original_copy, reference, dtype, shares)
         graph_verifier.compare_models(sets, seeds, grads, loss, routings=False)
         rows = [dataclasses.replace(row, block="(graph)") for row in graph_verifier.rows if row.kind != "path"]
-        verifier = ModelVerifier(compiled, plain, dtype, shares)
-    verifier.compare_models(sets, seeds, grads, loss, routings, token_counts, further)
+        verifier = ModelVerifier(compiled, original_copy, dtype, shares)
+    verifier.compare_models(sets, seeds, grads, loss, routings, token_counts, further_modes)
     verifier.compare_compiled_copy(
         _select_runnable_parts(parts, recipes), sets, verifier.build_options(seeds[0], grads, loss)
     )
@@ -236,17 +236,17 @@ def _select_runnable_parts(
 
 
 def _build_report(verifier: ModelVerifier, rows: Sequence[Row] = ()) -> VerifyReport:
-    block, broken = verifier.first or (None, None)
+    block, failing_pass = verifier.first or (None, None)
     notes = tuple(dict.fromkeys(verifier.notes))
     return VerifyReport(
-        (*rows, *verifier.rows), tuple(verifier.routing), block, broken, notes, tuple(verifier.covered),
+        (*rows, *verifier.rows), tuple(verifier.routing), block, failing_pass, notes, tuple(verifier.covered),
         tuple(dict.fromkeys(verifier.not_covered)),
     )  # fmt: skip
 
 
 def _find_regions(compiled: nn.Module, reference: nn.Module) -> list[str]:
-    known = dict(reference.named_modules())
-    return [n for n in find_rewritten_blocks(compiled) if n not in known and is_region(compiled.get_submodule(n))]
+    modules = dict(reference.named_modules())
+    return [n for n in find_rewritten_blocks(compiled) if n not in modules and is_region(compiled.get_submodule(n))]
 
 
 def _check_inputs(compiled: nn.Module, reference: nn.Module, inputs: Any) -> list[Inputs]:
@@ -254,8 +254,8 @@ def _check_inputs(compiled: nn.Module, reference: nn.Module, inputs: Any) -> lis
     if any(p.is_meta for m in (compiled, reference) for p in (*m.parameters(), *m.buffers())):
         raise InvalidInput("verify: a model is on the meta device; give it weights, for example with to_empty()")
     sets = _parse_inputs(inputs)
-    known = {*dict(reference.named_modules()), *_find_regions(compiled, reference)}
-    missing = [name for name in find_rewritten_blocks(compiled) if name not in known]
+    known_names = {*dict(reference.named_modules()), *_find_regions(compiled, reference)}
+    missing = [name for name in find_rewritten_blocks(compiled) if name not in known_names]
     if missing:
         raise InvalidInput(f"verify: the reference has no module {missing[0]!r}; pass the model that was compiled")
     _check_shapes(compiled, reference)
@@ -295,12 +295,12 @@ def _parse_call(inputs: Any) -> Inputs:
 
 
 def _check_shapes(compiled: nn.Module, reference: nn.Module) -> None:
-    ours = dict(compiled.named_parameters(remove_duplicate=False))
-    for name, theirs in reference.named_parameters(remove_duplicate=False):
-        if name in ours and ours[name].shape != theirs.shape:
+    parameters = dict(compiled.named_parameters(remove_duplicate=False))
+    for name, expected in reference.named_parameters(remove_duplicate=False):
+        if name in parameters and parameters[name].shape != expected.shape:
             raise InvalidInput(
-                f"verify: {name} has shape {tuple(ours[name].shape)} in the compiled model and {tuple(theirs.shape)} "
-                "in the reference, which must be the model that was compiled, or a copy of it"
+                f"verify: {name} has shape {tuple(parameters[name].shape)} in the compiled model and "
+                f"{tuple(expected.shape)} in the reference, which must be the model that was compiled, or a copy of it"
             )
 
 
