@@ -31,28 +31,42 @@ from ..lift.canonical_form import CanonicalForm
 from ..proof.size_choice import SizeChoice
 from ..terms.parameter_slices import Siblings
 
-# ruff: noqa: E704
-# fmt: off
-
 
 class EvidenceView(Protocol):
     """What the captures so far have shown."""
 
     @property
-    def forms(self) -> tuple[CanonicalForm, ...]: ...  # of all captures
+    def forms(self) -> tuple[CanonicalForm, ...]:
+        """The canonical forms of all captures."""
+
     @property
-    def reference(self) -> CanonicalForm: ...  # the first form, which the others equal
+    def reference(self) -> CanonicalForm:
+        """The first form, which the others equal."""
+
     @property
-    def sizes(self) -> tuple[dict[str, int], ...]: ...  # of all captures
+    def sizes(self) -> tuple[dict[str, int], ...]:
+        """The sizes of all captures."""
+
     @property
-    def seen_experts(self) -> set[int]: ...  # that ran in some capture
+    def seen_experts(self) -> set[int]:
+        """The experts that ran in some capture."""
+
     @property
-    def unforced_lengths(self) -> frozenset[tuple[Source, ...]]: ...  # see `ProofView.add_unforced_length`
+    def unforced_lengths(self) -> frozenset[tuple[Source, ...]]:
+        """The call sites that read an expert's number of rows, and whose outcome could not be forced."""
+
     @property
-    def emptiness_tests(self) -> EmptinessTests: ...  # where Python tests which experts have tokens
-    def seen_guards(self) -> list[SizeGuard]: ...  # the comparisons of sizes
-    def is_settled(self, key: Hashable) -> bool: ...  # whether a probe has called `settle` for it
-    def require_same_form(self, form: CanonicalForm) -> CanonicalForm: ...  # compare, and do not add
+    def emptiness_tests(self) -> EmptinessTests:
+        """The places where Python tests which experts have tokens."""
+
+    def seen_guards(self) -> list[SizeGuard]:
+        """Return the comparisons of sizes that captures made."""
+
+    def is_settled(self, key: Hashable) -> bool:
+        """Return whether a probe has called `ProofView.settle` for a target."""
+
+    def require_same_form(self, form: CanonicalForm) -> CanonicalForm:
+        """Return a form with its groups in the order of the reference. Raise `Refused` if it differs."""
 
 
 class ProofView(Protocol):
@@ -60,51 +74,88 @@ class ProofView(Protocol):
 
     # -- read
     @property
-    def evidence(self) -> EvidenceView: ...
+    def evidence(self) -> EvidenceView:
+        """The captures so far."""
+
     @property
-    def block(self) -> nn.Module: ...
+    def block(self) -> nn.Module:
+        """The block to prove."""
+
     @property
-    def arguments(self) -> Arguments: ...
+    def arguments(self) -> Arguments:
+        """The arguments of the next captures."""
+
     @property
-    def num_experts(self) -> int: ...
+    def num_experts(self) -> int:
+        """The number of experts; 0 until it is known."""
+
     @property
-    def size_choice(self) -> SizeChoice: ...  # chooses the sizes of a capture
+    def size_choice(self) -> SizeChoice:
+        """Chooses the sizes of a capture."""
 
     # -- capture and lift
     def capture(
         self, routing: Routing, sizes: dict[str, int], interventions: Interventions | None = None, max_nodes: int = 0
-    ) -> Capture: ...
-    def lift(self, captured: Capture, follows_evidence: bool = True) -> CanonicalForm: ...
+    ) -> Capture:
+        """Capture the block with a routing, at some sizes."""
+
+    def lift(self, captured: Capture, follows_evidence: bool = True) -> CanonicalForm:
+        """Lift a capture with the options and expert parameters of the other captures."""
+
     def capture_and_lift(
         self, routing: Routing, sizes: dict[str, int], interventions: Interventions | None = None
-    ) -> CanonicalForm: ...
-    def trying_arguments(self, arguments: Arguments) -> AbstractContextManager[None]: ...
+    ) -> CanonicalForm:
+        """Capture the block, and lift the capture."""
+
+    def trying_arguments(self, arguments: Arguments) -> AbstractContextManager[None]:
+        """Use other arguments within a `with` statement."""
 
     # -- add a form, which must agree with the others
     def add_form(
-        self, form: CanonicalForm, *, optional: SizeGuard | None = None, forced_read: Source | None = None,
+        self,
+        form: CanonicalForm,
+        *,
+        optional: SizeGuard | None = None,
+        forced_read: Source | None = None,
         may_relift: bool = False,
-    ) -> CanonicalForm: ...
-    def relift_evidence(self, form: CanonicalForm) -> None: ...  # read all forms from the nodes of this one
+    ) -> CanonicalForm:
+        """Add a form to the evidence. Raises `Refused` if it differs from the others."""
+
+    def relift_evidence(self, form: CanonicalForm) -> None:
+        """Lift all evidence from the nodes of another form."""
 
     # -- add a guard
-    def add_guard(self, guard: SizeGuard) -> None: ...
-    def replace_by_guard(self, index: int) -> None: ...  # drop a form that has an optional guard
+    def add_guard(self, guard: SizeGuard) -> None:
+        """Restrict the proof to sizes at which a condition holds."""
+
+    def replace_by_guard(self, index: int) -> None:
+        """Drop a form that has an optional guard, and add the guard."""
 
     # -- log a verdict
-    def settle(self, key: Hashable) -> None: ...  # this target is examined
-    def add_unforced_length(self, calls: tuple[Source, ...]) -> None: ...  # this outcome could not be forced
+    def settle(self, key: Hashable) -> None:
+        """Log that a probe has examined a target."""
+
+    def add_unforced_length(self, calls: tuple[Source, ...]) -> None:
+        """Log a call site that reads an expert's number of rows, and whose outcome could not be forced."""
 
     # -- count the experts: for `show_all_experts` only
     @property
-    def max_experts(self) -> int: ...
+    def max_experts(self) -> int:
+        """The largest number of experts to try."""
+
     @property
-    def siblings(self) -> dict[str, Siblings]: ...
+    def siblings(self) -> dict[str, Siblings]:
+        """The submodules and parameters that differ in their number only, by the name of each."""
+
     @property
-    def expert_parameters(self) -> frozenset[str]: ...
-    def set_num_experts(self, count: int) -> None: ...
-    def remake_evidence(self, arguments: Arguments) -> None: ...
+    def expert_parameters(self) -> frozenset[str]:
+        """The FQNs of the experts' parameters; none without evidence."""
+
+    def set_num_experts(self, count: int) -> None:
+        """Set the number of experts, once all of them are known."""
+
+    def remake_evidence(self, arguments: Arguments) -> None:
+        """Make all evidence again with other arguments, and use these for all further captures."""
 
 
-# fmt: on
 __all__ = ["EvidenceView", "ProofView"]
