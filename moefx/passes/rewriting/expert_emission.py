@@ -95,60 +95,62 @@ class ExpertBodyEmitter:
                 node.meta["each"] = (f"{first}.{step}", number, count)
         return BodyValue(nodes, "expert", len(b.shape))
 
-    def _emit_body(self, b: Body) -> BodyValue:
-        match b.op:
+    def _emit_body(self, term: Body) -> BodyValue:
+        match term.op:
             case "const":
-                return BodyValue(b.args[0], "fixed", 0)
+                return BodyValue(term.args[0], "fixed", 0)
             case "shared":
-                return BodyValue(self.parameters.emit_one(b.args[0]), "fixed", len(b.shape))
+                return BodyValue(self.parameters.emit_one(term.args[0]), "fixed", len(term.shape))
             case "expert" if self.number is not None:
-                part = self.group.tables[b.args[0]][self.number]
-                return BodyValue(self.parameters.emit_one(part), "fixed", len(b.shape))
+                part = self.group.tables[term.args[0]][self.number]
+                return BodyValue(self.parameters.emit_one(part), "fixed", len(term.shape))
             case "expert":
-                return BodyValue(self.parameters.emit_all(self.group.tables[b.args[0]]), "expert", len(b.shape))
+                return BodyValue(self.parameters.emit_all(self.group.tables[term.args[0]]), "expert", len(term.shape))
             case "value":
-                return self._emit_routed_value(b)
+                return self._emit_routed_value(term)
             case "pw":
-                return self._emit_pointwise(b)
+                return self._emit_pointwise(term)
             case "ein":
-                return self._emit_contraction(b)
+                return self._emit_contraction(term)
             case "call":
-                return BodyValue(self._emit_recorded_op(b), "fixed", len(b.shape))
-        inner = next(self.emit_value(a) for a in b.args if isinstance(a, Body))
+                return BodyValue(self._emit_recorded_op(term), "fixed", len(term.shape))
+        inner = next(self.emit_value(a) for a in term.args if isinstance(a, Body))
         inner = self._stack(inner)
         offset = 0 if inner.kind == "fixed" else 1
         lead = [-1] if inner.kind == "row" else [len(self.group.ids)] if inner.kind == "expert" else []
-        match b.op:
+        match term.op:
             case "slice":
-                _, dim, start, stop, step = b.args
+                _, dim, start, stop, step = term.args
                 node = self.call(aten.slice.Tensor, (inner.node, dim + offset, start, stop, step))
             case "at":
                 node = inner.node
-                for dim, i in reversed(b.args[1]):
+                for dim, i in reversed(term.args[1]):
                     node = self.call(aten.select.int, (node, dim + offset, i))
             case "reshape":
-                node = self.call(aten.reshape.default, (inner.node, [*lead, *b.shape]))
+                node = self.call(aten.reshape.default, (inner.node, [*lead, *term.shape]))
             case "expand":
                 inner_val = inner.node.meta["val"]
-                unit_dims = [1] * (len(b.shape) - (inner_val.dim() - offset))
+                unit_dims = [1] * (len(term.shape) - (inner_val.dim() - offset))
                 flat = (
                     self.call(aten.reshape.default, (inner.node, [*lead, *unit_dims, *inner_val.shape[offset:]]))
                     if unit_dims
                     else inner.node
                 )
-                node = self.call(aten.expand.default, (flat, [*([-1] * offset), *b.shape]))
+                node = self.call(aten.expand.default, (flat, [*([-1] * offset), *term.shape]))
             case "permute":
-                node = self.call(aten.permute.default, (inner.node, [*range(offset), *[d + offset for d in b.args[1]]]))
+                node = self.call(
+                    aten.permute.default, (inner.node, [*range(offset), *[d + offset for d in term.args[1]]])
+                )
             case "sum":
-                node = self.call(aten.sum.dim_IntList, (inner.node, list(b.args[0])))
+                node = self.call(aten.sum.dim_IntList, (inner.node, list(term.args[0])))
             case "row":
-                node = self._emit_row_op(b, inner)
+                node = self._emit_row_op(term, inner)
             case "cat":
-                pieces = [self._as_rows(self.emit_value(a), len(b.shape)) for a in b.args[1:]]
-                return BodyValue(self.call(aten.cat.default, (pieces, b.args[0] + 1)), "row", len(b.shape))
+                pieces = [self._as_rows(self.emit_value(a), len(term.shape)) for a in term.args[1:]]
+                return BodyValue(self.call(aten.cat.default, (pieces, term.args[0] + 1)), "row", len(term.shape))
             case _:
-                raise Refused(f"the experts use {b.op} in a way that is not supported on rows", source=self.source)
-        return BodyValue(node, inner.kind, len(b.shape))
+                raise Refused(f"the experts use {term.op} in a way that is not supported on rows", source=self.source)
+        return BodyValue(node, inner.kind, len(term.shape))
 
     def _emit_recorded_op(self, b: Body) -> fx.Node:
         target, args, kwargs, part, *operands = b.args
