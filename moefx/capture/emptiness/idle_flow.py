@@ -153,7 +153,7 @@ class Flow(Expressions):
     def _while(self, s: ast.While, env: Env) -> Env | None:
         return self.run_loop(s, env, lambda e: self.test(s.test, e))
 
-    def run_loop(self, s: Any, env: Env, start: Callable[[Env], DecidedBy]) -> Env | None:
+    def run_loop(self, loop: Any, env: Env, start: Callable[[Env], DecidedBy]) -> Env | None:
         """Run a loop until its names no longer change. None if the statements behind it are unreachable.
 
         Args:
@@ -168,7 +168,7 @@ class Flow(Expressions):
             # a loop over one expert's rows stays in its iteration
             end_pass = dict if decided_by is DecidedBy.LOAD else _end_iteration
             self.tested = max(before, decided_by, DecidedBy.OUTCOMES if is_left else DecidedBy.NOTHING)
-            end = self.run_statements(s.body, iteration)
+            end = self.run_statements(loop.body, iteration)
             ends = [(end, self.tested)] if end is not None else []
             ends += [(e, by) for kind, e, by in self.exits if kind == "continue"]
             breaks = [(end_pass(e), by) for kind, e, by in self.exits if kind == "break"]
@@ -181,35 +181,35 @@ class Flow(Expressions):
                 break
             head = new
         self.exits, self.tested = outer, max(before, DecidedBy.OUTCOMES if is_left else DecidedBy.NOTHING)
-        end = self.run_statements(s.orelse, dict(head))
+        end = self.run_statements(loop.orelse, dict(head))
         self.tested = DecidedBy.OUTCOMES if self.returned else before
         open_ends = [e for e in (end, *[e for e, _ in breaks]) if e is not None]
         ended_by = DecidedBy.OUTCOMES if is_left else DecidedBy.NOTHING
         return functools.reduce(lambda a, b: self.join(a, b, ended_by), open_ends) if open_ends else None
 
-    def _try(self, s: ast.Try, env: Env) -> Env | None:
+    def _try(self, statement: ast.Try, env: Env) -> Env | None:
         outer, self.exits, before = self.exits, [], self.tested
-        end = self.run_statements(s.body, dict(env))
+        end = self.run_statements(statement.body, dict(env))
         raised_by = max((by for kind, _, by in self.exits if kind == "raise"), default=DecidedBy.NOTHING)
-        self.exits = outer + [e for e in self.exits if e[0] != "raise" or not s.handlers]
+        self.exits = outer + [e for e in self.exits if e[0] != "raise" or not statement.handlers]
         if end is not None:
-            end = self.run_statements(s.orelse, end)
+            end = self.run_statements(statement.orelse, end)
         ends = [end] if end is not None else []
-        for handler in s.handlers:
+        for handler in statement.handlers:
             self.tested = max(before, raised_by)
             middle = self.join(env, end, raised_by) if end is not None else env
             if (handler_end := self.run_statements(handler.body, dict(middle))) is not None:
                 ends.append(handler_end)
         self.tested = DecidedBy.OUTCOMES if self.returned else before
         env_after = functools.reduce(lambda a, b: self.join(a, b, raised_by), ends) if ends else None
-        if s.finalbody:
+        if statement.finalbody:
             exits = self.exits[len(outer) :]  # exits run the `finally`, too
             ends = [(e, by) for _, e, by in exits] + ([(env_after, self.tested)] if env_after is not None else [])
             self.tested = max([self.tested, *[by for _, by in ends]])
             env_before = functools.reduce(
                 lambda a, b: self.join(a, b, self.tested), [e for e, _ in ends] or [dict(env)]
             )
-            env_finally = self.run_statements(s.finalbody, env_before)
+            env_finally = self.run_statements(statement.finalbody, env_before)
             self.tested = DecidedBy.OUTCOMES if self.returned else before
             if env_finally is None:
                 return None
