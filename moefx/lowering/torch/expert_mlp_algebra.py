@@ -330,8 +330,8 @@ def _backward_with(make: Callable[[Tensor, torch.dtype, int], Gemms]) -> Callabl
             backward = WeightGradients(call, gemms, args[-1], grad, needs, reduce)
             gemms.for_each_group(backward.run, None, multiplications=call.multiplications())
             return backward.results()
-        kept = args[-1] if stash_rows is None else []
-        backward = Backward(call, gemms, kept, grad, needs, reduce, defer=part == "rows")
+        kept_rows = args[-1] if stash_rows is None else []
+        backward = Backward(call, gemms, kept_rows, grad, needs, reduce, defer=part == "rows")
         then = None if backward.grad_x is None else backward.grad_x.add
         gemms.for_each_group(backward.run, then, multiplications=2 * call.multiplications())
         return backward.results()

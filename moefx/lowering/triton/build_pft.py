@@ -76,25 +76,25 @@ def scan_kernel(
     if QUEUES > 1:
         for start in range(0, num_blocks, CHUNK):
             block = start + offset
-            here = (queue < QUEUES)[:, None] & (block < num_blocks)[None, :]
-            in_queue += tl.sum(tl.load(row + queue[:, None] * num_blocks + block[None, :], mask=here, other=0), 1)
+            in_range = (queue < QUEUES)[:, None] & (block < num_blocks)[None, :]
+            in_queue += tl.sum(tl.load(row + queue[:, None] * num_blocks + block[None, :], mask=in_range, other=0), 1)
     first = tl.cumsum(in_queue, 0) - in_queue  # of each queue, among the expert's entries
     seen, kept_before = tl.zeros((Q_PAD,), tl.int32), tl.zeros((), tl.int32)
-    full_queue, full_block, still = tl.zeros((), tl.int32), tl.zeros((), tl.int32), tl.zeros((), tl.int32)
+    full_queue, full_block, num_left = tl.zeros((), tl.int32), tl.zeros((), tl.int32), tl.zeros((), tl.int32)
     for start in range(0, num_blocks, CHUNK):
         block = start + offset
-        here = (queue < QUEUES)[:, None] & (block < num_blocks)[None, :]
-        count = tl.load(row + queue[:, None] * num_blocks + block[None, :], mask=here, other=0)
-        kept = count
+        in_range = (queue < QUEUES)[:, None] & (block < num_blocks)[None, :]
+        count = tl.load(row + queue[:, None] * num_blocks + block[None, :], mask=in_range, other=0)
+        kept_counts = count
         if QUEUES > 1:
             before = (first + seen)[:, None] + tl.cumsum(count, 1) - count
-            kept = tl.minimum(tl.maximum(capacity - before, 0), count)
-            last = (before < capacity) & (before + count >= capacity) & here  # the block with the last kept entry
+            kept_counts = tl.minimum(tl.maximum(capacity - before, 0), count)
+            last = (before < capacity) & (before + count >= capacity) & in_range  # the block with the last kept entry
             full_queue += tl.sum(tl.sum(tl.where(last, queue[:, None], 0), 1), 0)
             full_block += tl.sum(tl.sum(tl.where(last, block[None, :], 0), 1), 0)
-            still += tl.sum(tl.sum(tl.where(last, capacity - before, 0), 1), 0)
+            num_left += tl.sum(tl.sum(tl.where(last, capacity - before, 0), 1), 0)
             seen += tl.sum(count, 1)
-        kept_in_block = tl.sum(kept, 0)
+        kept_in_block = tl.sum(kept_counts, 0)
         begin = kept_before + tl.cumsum(kept_in_block, 0) - kept_in_block
         tl.store(begins + expert * num_blocks + block, begin, mask=block < num_blocks)
         kept_before += tl.sum(kept_in_block, 0)
@@ -103,11 +103,11 @@ def scan_kernel(
     tl.store(totals + expert, kept_before)
     if QUEUES > 1:
         cut = tl.where(capacity > 0, num_entries, 0)
-        if still > 0:
+        if num_left > 0:
             entry = full_block * BLOCK + tl.arange(0, BLOCK)
             at = _experts_of(topk_ids, keep, entry, entry < num_entries, E, HAS_KEEP)
             is_counted = ((at == expert) & (entry % K == full_queue)).to(tl.int32)
-            is_last = (tl.cumsum(is_counted, 0) == still) & (is_counted > 0)
+            is_last = (tl.cumsum(is_counted, 0) == num_left) & (is_counted > 0)
             token = tl.sum(tl.where(is_last, entry // K, 0), 0)
             cut = full_queue * (num_entries // K) + token + 1
         tl.store(cuts + expert, cut)
@@ -189,9 +189,9 @@ def select_kernel(
     expert = tl.program_id(0)
     bins, offset, digits = tl.arange(0, E_BINS), tl.arange(0, BLOCK), tl.arange(0, DIGIT)
     total = tl.load(totals + bins, mask=bins < E, other=0)
-    kept = tl.minimum(total, capacity)
-    start = tl.cumsum(kept, 0) - kept
-    num_rows = tl.sum(kept, 0)
+    kept_counts = tl.minimum(total, capacity)
+    start = tl.cumsum(kept_counts, 0) - kept_counts
+    num_rows = tl.sum(kept_counts, 0)
     if expert == 0:
         tl.store(expert_offsets + bins, start, mask=bins < E)
         tl.store(expert_offsets + E + bins, num_rows + bins, mask=bins < 1)
@@ -199,37 +199,37 @@ def select_kernel(
     staged = tl.sum(tl.where(bins < expert, total, 0), 0)
     num_mine = tl.sum(tl.where(bins == expert, total, 0), 0)
 
-    # Find the smallest kept weight, digit by digit from the top; `wanted` entries with that weight are kept.
-    threshold, wanted = tl.zeros((), tl.uint32), tl.minimum(num_mine, capacity)
-    num_eligible = tl.where(wanted > 0, num_mine, 0)
+    # Find the smallest kept weight, digit by digit from the top; `num_wanted` entries with that weight are kept.
+    threshold, num_wanted = tl.zeros((), tl.uint32), tl.minimum(num_mine, capacity)
+    num_eligible = tl.where(num_wanted > 0, num_mine, 0)
     for step in tl.static_range(4):
         low = 24 - 8 * step
         count = tl.zeros((DIGIT,), tl.int32)
         for begin in range(0, num_mine, BLOCK):
-            here = begin + offset < num_mine
-            key = _sortable(tl.load(staged_weights + staged + begin + offset, mask=here, other=0.0))
+            in_range = begin + offset < num_mine
+            key = _sortable(tl.load(staged_weights + staged + begin + offset, mask=in_range, other=0.0))
             if step > 0:
-                here = here & ((key >> (low + 8)) == (threshold >> (low + 8)))
-            count += tl.histogram(((key >> low) & (DIGIT - 1)).to(tl.int32), DIGIT, mask=here)
-        above = tl.sum(count, 0) - tl.cumsum(count, 0)
-        digit = tl.sum(tl.where((above < wanted) & (above + count >= wanted), digits, 0), 0)
-        wanted -= tl.sum(tl.where(digits == digit, above, 0), 0)
+                in_range = in_range & ((key >> (low + 8)) == (threshold >> (low + 8)))
+            count += tl.histogram(((key >> low) & (DIGIT - 1)).to(tl.int32), DIGIT, mask=in_range)
+        count_above = tl.sum(count, 0) - tl.cumsum(count, 0)
+        digit = tl.sum(tl.where((count_above < num_wanted) & (count_above + count >= num_wanted), digits, 0), 0)
+        num_wanted -= tl.sum(tl.where(digits == digit, count_above, 0), 0)
         threshold = threshold | (digit.to(tl.uint32) << low)
 
     equal_before = tl.zeros((), tl.int32)
     for begin in range(0, num_mine, BLOCK):
-        here = begin + offset < num_mine
-        weight = tl.load(staged_weights + staged + begin + offset, mask=here, other=0.0)
-        entry = tl.load(entries + staged + begin + offset, mask=here, other=0)
+        in_range = begin + offset < num_mine
+        weight = tl.load(staged_weights + staged + begin + offset, mask=in_range, other=0.0)
+        entry = tl.load(entries + staged + begin + offset, mask=in_range, other=0)
         key = _sortable(weight)
-        equal = (here & (key == threshold)).to(tl.int32)
+        equal = (in_range & (key == threshold)).to(tl.int32)
         rank = equal_before + tl.cumsum(equal, 0) - equal
-        keep = (begin + offset < num_eligible) & ((key > threshold) | ((equal > 0) & (rank < wanted)))
+        keep = (begin + offset < num_eligible) & ((key > threshold) | ((equal > 0) & (rank < num_wanted)))
         position = row + tl.cumsum(keep.to(tl.int32), 0) - 1
         tl.store(token_ids + position, entry // K, mask=keep)
         tl.store(slot_ids + position, entry % K, mask=keep)
         tl.store(combine_weights + position, weight, mask=keep)
-        tl.store(inverse + entry, tl.where(keep, position, -1), mask=here)
+        tl.store(inverse + entry, tl.where(keep, position, -1), mask=in_range)
         row += tl.sum(keep.to(tl.int32), 0)
         equal_before += tl.sum(equal, 0)
 

@@ -168,16 +168,16 @@ def _columns_of(
     GATHER: tl.constexpr, IS_DESCRIPTOR: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """[BK, columns] of an operand's rows from k on; MASKED: zero from row `end` on, whatever is there."""
-    here = (k + ks < end)[:, None]
+    in_rows = (k + ks < end)[:, None]
     if IS_DESCRIPTOR:
         tile = operand.load([k, column])
         if MASKED:  # a descriptor reads into the next expert's rows
-            tile = tl.where(here, tile, 0.0)
+            tile = tl.where(in_rows, tile, 0.0)
     else:
         rows = tokens if GATHER else (k + ks).to(tl.int64)
         at = operand + rows[:, None] * row_stride + columns[None, :]
         if MASKED:
-            tile = tl.load(at, mask=here, other=0.0)
+            tile = tl.load(at, mask=in_rows, other=0.0)
         else:
             tile = tl.load(at)
     return tile
@@ -213,15 +213,15 @@ def _outer_tile(
     i, j = m * BM + tl.arange(0, BM), n * BN + tl.arange(0, BN)
     i_safe, j_safe = safe_indices(i, height, EVEN, VECTOR), safe_indices(j, width, EVEN, VECTOR)
     acc = tl.zeros((BM, BN), tl.float32)
-    whole = begin + (end - begin) // BK * BK
-    for k in range(begin, whole, BK):
+    last_whole = begin + (end - begin) // BK * BK
+    for k in range(begin, last_whole, BK):
         acc = _outer_block(
             acc, left, left_row, right, right_row, token_ids, k, end, m * BM, i_safe, n * BN, j_safe,
             GATHER_LEFT, GATHER_RIGHT, LEFT_DESCRIPTOR, RIGHT_DESCRIPTOR, False, PRECISION, BK,
         )  # fmt: skip
-    if whole < end:
+    if last_whole < end:
         acc = _outer_block(
-            acc, left, left_row, right, right_row, token_ids, whole, end, m * BM, i_safe, n * BN, j_safe,
+            acc, left, left_row, right, right_row, token_ids, last_whole, end, m * BM, i_safe, n * BN, j_safe,
             GATHER_LEFT, GATHER_RIGHT, LEFT_DESCRIPTOR, RIGHT_DESCRIPTOR, True, PRECISION, BK,
         )  # fmt: skip
     if OUT_DESCRIPTOR:

@@ -94,8 +94,8 @@ def eights(size):
 def copy_rows(pointer, row_stride, row, mask, column, width, buffer, LAYOUT: gl.constexpr):
     """Copy rows by cp.async, with zeros for masked rows and columns beyond the width."""
     columns = column + gl.arange(0, buffer.shape[1], gl.SliceLayout(0, LAYOUT))
-    there = mask[:, None] & (columns < eights(width))[None, :]
-    _copy(buffer, pointer + row[:, None].to(gl.int64) * eights(row_stride) + columns[None, :], mask=there)
+    copy_mask = mask[:, None] & (columns < eights(width))[None, :]
+    _copy(buffer, pointer + row[:, None].to(gl.int64) * eights(row_stride) + columns[None, :], mask=copy_mask)
 
 
 @gluon.jit

@@ -25,14 +25,14 @@ def read_rows_kernel(
     rank = tl.program_id(2)
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     column = tl.program_id(1) * BD + tl.arange(0, BD)
-    there, in_width = token < num_tokens, column < width
+    is_token, in_width = token < num_tokens, column < width
     row = rank.to(tl.int64) * num_tokens + token
     number = tl.arange(0, K_PAD)
-    slot = tl.load(slots + row[:, None] * K + number[None, :], mask=there[:, None] & (number < K)[None, :], other=-1)
+    slot = tl.load(slots + row[:, None] * K + number[None, :], mask=is_token[:, None] & (number < K)[None, :], other=-1)
     is_needed = tl.max(((slot >= 0) & (slot < experts_per_rank)).to(tl.int32), 1) != 0
     at = _pointer(addresses, rank, out, ALIGNED) + token[:, None].to(tl.int64) * peer_row + column[None, :]
     value = tl.load(at, mask=is_needed[:, None] & in_width[None, :], other=0)
-    tl.store(out + row[:, None] * width + column[None, :], value, mask=there[:, None] & in_width[None, :])
+    tl.store(out + row[:, None] * width + column[None, :], value, mask=is_token[:, None] & in_width[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tokens", "first_row"])
@@ -43,10 +43,10 @@ def add_rows_kernel(
     """out[t] = sum over the ranks with one of the token's slots of their row first_row + t, in the order of ranks."""
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     column = tl.program_id(1) * BD + tl.arange(0, BD)
-    there, in_width = token < num_tokens, column < width
+    is_token, in_width = token < num_tokens, column < width
     number = tl.arange(0, K_PAD)
     at = place + token[:, None].to(tl.int64) * K + number[None, :]
-    destination = tl.load(at, mask=there[:, None] & (number < K)[None, :], other=-1)
+    destination = tl.load(at, mask=is_token[:, None] & (number < K)[None, :], other=-1)
     ranks = tl.where(destination >= 0, destination // experts_per_rank, -1)
     row = (first_row + token)[:, None].to(tl.int64) * peer_row + column[None, :]
     total = tl.zeros((BT, BD), tl.float32)
@@ -55,4 +55,4 @@ def add_rows_kernel(
         mask = is_needed[:, None] & in_width[None, :]
         total += tl.load(_pointer(addresses, rank, out, ALIGNED) + row, mask=mask, other=0.0).to(tl.float32)
     at = out + token[:, None].to(tl.int64) * width + column[None, :]
-    tl.store(at, total.to(out.dtype.element_ty), mask=there[:, None] & in_width[None, :])
+    tl.store(at, total.to(out.dtype.element_ty), mask=is_token[:, None] & in_width[None, :])

@@ -28,13 +28,13 @@ def combine_kernel(
     acc = tl.zeros((BT, BD), tl.float32)
     for k in tl.static_range(K):
         row = tl.load(inverse + token * K + k, mask=token < num_tokens, other=-1)
-        there = row >= 0
+        is_row = row >= 0
         at = rows + row[:, None].to(tl.int64) * width + column[None, :]
-        value = tl.load(at, mask=there[:, None] & in_width[None, :], other=0.0).to(tl.float32)
+        value = tl.load(at, mask=is_row[:, None] & in_width[None, :], other=0.0).to(tl.float32)
         if HAS_SCALE:
-            scale = SCALE(tl.load(row_weights + row, mask=there, other=0.0).to(tl.float32))
+            scale = SCALE(tl.load(row_weights + row, mask=is_row, other=0.0).to(tl.float32))
             # SCALE of a dropped slot may be anything: mask the product.
-            value = tl.where(there[:, None], value * scale[:, None], 0.0)
+            value = tl.where(is_row[:, None], value * scale[:, None], 0.0)
         acc += value
     at = out + token[:, None].to(tl.int64) * width + column[None, :]
     tl.store(at, acc.to(out.dtype.element_ty), mask=(token < num_tokens)[:, None] & in_width[None, :])
@@ -44,10 +44,10 @@ def combine_kernel(
 def gather_kernel(x, x_row, token_ids, expert_offsets, rows, width, E, BT: tl.constexpr, BD: tl.constexpr):
     """rows[r] = x[token_ids[r]]; the tail is left as it is."""
     row = tl.program_id(0) * BT + tl.arange(0, BT)
-    there = row < tl.load(expert_offsets + E)
+    is_row = row < tl.load(expert_offsets + E)
     column = tl.program_id(1) * BD + tl.arange(0, BD)
-    mask = there[:, None] & (column < width)[None, :]
-    token = tl.load(token_ids + row, mask=there, other=0)
+    mask = is_row[:, None] & (column < width)[None, :]
+    token = tl.load(token_ids + row, mask=is_row, other=0)
     value = tl.load(x + token[:, None].to(tl.int64) * x_row + column[None, :], mask=mask, other=0.0)
     tl.store(rows + row[:, None].to(tl.int64) * width + column[None, :], value, mask=mask)
 
@@ -76,36 +76,36 @@ def move_kernel(
     A column is (dtype, width, offset in bytes, offset in out, dtype in out), or None. Strides count elements.
     """
     row = tl.program_id(0) * BT + tl.arange(0, BT)
-    there = row < num_rows
+    is_row = row < num_rows
     token = row
     if GATHER:
-        there = there & (row < tl.load(rank_offsets + W))
-        token = tl.load(token_ids + row, mask=there, other=0)
+        is_row = is_row & (row < tl.load(rank_offsets + W))
+        token = tl.load(token_ids + row, mask=is_row, other=0)
     row_wide = row[:, None].to(tl.int64)
     if WIDE is not None:
         column = tl.program_id(1) * BD + tl.arange(0, BD)
-        mask = there[:, None] & (column < width)[None, :]
+        mask = is_row[:, None] & (column < width)[None, :]
         at = _column(wide, WIDE[2], WIDE[0]) + token[:, None].to(tl.int64) * wide_row + column[None, :]
         out_at = _column(wide_out, WIDE[3], WIDE[0]) + row_wide * wide_out_row + column[None, :]
         tl.store(out_at, tl.load(at, mask=mask, other=0), mask=mask)
-    there = there & (row < tl.where(tl.program_id(1) == 0, num_rows, 0))
+    is_row = is_row & (row < tl.where(tl.program_id(1) == 0, num_rows, 0))
     choice = token
     if GATHER:
-        choice = token * K + tl.load(slot_ids + row, mask=there, other=0)
+        choice = token * K + tl.load(slot_ids + row, mask=is_row, other=0)
     index = (choice if BY_CHOICE else token)[:, None].to(tl.int64)
     if NARROW is not None:
         number = tl.arange(0, NARROW_PAD)
-        is_one = there[:, None] & (number < NARROW[1])[None, :]
+        is_one = is_row[:, None] & (number < NARROW[1])[None, :]
         one_at = _column(narrow, NARROW[2], NARROW[0]) + index * narrow_row + number[None, :]
         one_out_at = _column(narrow_out, NARROW[3], NARROW[0]) + row_wide * narrow_out_row + number[None, :]
         tl.store(one_out_at, tl.load(one_at, mask=is_one, other=0), mask=is_one)
     if PLACES is not None:
         slot = tl.arange(0, PLACES_PAD)
-        is_place = there[:, None] & (slot < PLACES[1])[None, :]
+        is_place = is_row[:, None] & (slot < PLACES[1])[None, :]
         places = _column(place, PLACES[2], PLACES[0])
         local = tl.load(places + index * place_row + slot[None, :], mask=is_place, other=-1)
         if GATHER:
-            rank = tl.load(places + choice, mask=there, other=0) // num_slots
+            rank = tl.load(places + choice, mask=is_row, other=0) // num_slots
             local = tl.where((local >= 0) & (local // num_slots == rank[:, None]), local % num_slots, -1)
         local_at = _column(place_out, PLACES[3], PLACES[4]) + row_wide * place_out_row + slot[None, :]
         tl.store(local_at, local.to(PLACES[4]), mask=is_place)
@@ -120,30 +120,30 @@ def weight_gradient_kernel(
 ):  # fmt: skip
     """Gradient of the row weights from the partial sums of `act_backward_kernel`; zero in the tail."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = row < tl.load(expert_offsets + E)
+    is_row = row < tl.load(expert_offsets + E)
     total = tl.zeros((BLOCK,), tl.float32)
     at = dots + row
     if HAS_SCALE:
         for _ in range(num_partials):
-            total += tl.load(at, mask=there, other=0.0)
+            total += tl.load(at, mask=is_row, other=0.0)
             at += num_rows
         if HAS_BIAS:  # y has the bias in it: <dO, bias>
             bins = tl.arange(0, E_BINS)
             end = tl.load(expert_offsets + 1 + bins, mask=bins < E, other=2147483647)
             expert = tl.sum((end[None, :] <= row[:, None]).to(tl.int32), 1)
-            grad_index = tl.load(token_ids + row, mask=there, other=0) if GATHER else row
+            grad_index = tl.load(token_ids + row, mask=is_row, other=0) if GATHER else row
             for start in range(0, width, BD):
                 column = start + tl.arange(0, BD)
-                mask = there[:, None] & (column < width)[None, :]
+                mask = is_row[:, None] & (column < width)[None, :]
                 g = tl.load(grad + grad_index[:, None].to(tl.int64) * grad_row + column[None, :], mask=mask, other=0.0)
                 b_at = bias + expert[:, None].to(tl.int64) * bias_expert + column[None, :] * bias_column
                 total += tl.sum(g.to(tl.float32) * tl.load(b_at, mask=mask, other=0.0).to(tl.float32), 1)
-        total *= SCALE_GRAD(tl.load(row_weights + row, mask=there, other=0.0).to(tl.float32))
+        total *= SCALE_GRAD(tl.load(row_weights + row, mask=is_row, other=0.0).to(tl.float32))
     if USES_WEIGHT:
         for _ in range(num_partials):
-            total += tl.load(at, mask=there, other=0.0)
+            total += tl.load(at, mask=is_row, other=0.0)
             at += num_rows
-    tl.store(out + row, tl.where(there, total, 0.0).to(out.dtype.element_ty), mask=row < num_rows)
+    tl.store(out + row, tl.where(is_row, total, 0.0).to(out.dtype.element_ty), mask=row < num_rows)
 
 
 @triton.jit
@@ -157,14 +157,14 @@ def sum_rows_kernel(
     acc = tl.zeros((BR, BD), tl.float32)
     for start in range(begin, end, BR):
         row = start + tl.arange(0, BR)
-        there = row < end
-        index = tl.load(token_ids + row, mask=there, other=0) if GATHER else row
-        mask = there[:, None] & (column < width)[None, :]
+        is_row = row < end
+        index = tl.load(token_ids + row, mask=is_row, other=0) if GATHER else row
+        mask = is_row[:, None] & (column < width)[None, :]
         value = tl.load(rows + index[:, None].to(tl.int64) * rows_row + column[None, :], mask=mask, other=0.0)
         value = value.to(tl.float32)
         if HAS_SCALE:
-            scale = SCALE(tl.load(row_weights + row, mask=there, other=0.0).to(tl.float32))
-            value = tl.where(there[:, None], value * scale[:, None], 0.0)
+            scale = SCALE(tl.load(row_weights + row, mask=is_row, other=0.0).to(tl.float32))
+            value = tl.where(is_row[:, None], value * scale[:, None], 0.0)
         acc += value
     total = tl.sum(acc, 0).to(out.dtype.element_ty)
     tl.store(out + expert.to(tl.int64) * width + column, total, mask=column < width)
@@ -178,20 +178,20 @@ def act_kernel(
 ):  # fmt: skip
     """act = ACT(a_0, a_1, w), [B,width], from the up-projections."""
     row = tl.program_id(0) * BT + tl.arange(0, BT)
-    there = row < tl.load(expert_offsets + E)
+    is_row = row < tl.load(expert_offsets + E)
     start = tl.program_id(1) * BD
     column, row = start + tl.arange(0, BD), row[:, None].to(tl.int64)
-    mask = there[:, None] & (column < width)[None, :]
+    mask = is_row[:, None] & (column < width)[None, :]
     if JOINED:
         wide = 2 * start + tl.arange(0, 2 * BD)
         a0, a1 = load_parts(
-            h0, h1, row * h_row + wide[None, :], there[:, None] & (wide < 2 * width)[None, :], True, PARTS, BT, BD
+            h0, h1, row * h_row + wide[None, :], is_row[:, None] & (wide < 2 * width)[None, :], True, PARTS, BT, BD
         )
     else:
         a0, a1 = load_parts(h0, h1, row * h_row + column[None, :], mask, False, PARTS, BT, BD)
     w = tl.zeros((BT, 1), tl.float32)
     if USES_WEIGHT:
-        w = tl.load(row_weights + row, mask=there[:, None], other=0.0).to(tl.float32)
+        w = tl.load(row_weights + row, mask=is_row[:, None], other=0.0).to(tl.float32)
     tl.store(act + row * width + column[None, :], ACT(a0, a1, w).to(act.dtype.element_ty), mask=mask)
 
 
@@ -203,17 +203,17 @@ def act_vjp_kernel(
 ):  # fmt: skip
     """`act_backward_kernel` without its GEMM: grad_act is dA' [B,width], and becomes scale * A if STORE_ACT."""
     row = tl.program_id(0) * BT + tl.arange(0, BT)
-    there = row < tl.load(expert_offsets + E)
+    is_row = row < tl.load(expert_offsets + E)
     row_wide = row[:, None].to(tl.int64)
-    w, scale = weight_and_scale(row_weights, row, there, SCALE, HAS_SCALE, USES_WEIGHT, BT)
+    w, scale = weight_and_scale(row_weights, row, is_row, SCALE, HAS_SCALE, USES_WEIGHT, BT)
     dot, by_weight = tl.zeros((BT,), tl.float32), tl.zeros((BT,), tl.float32)
     for start in range(0, width, BD):
         column = start + tl.arange(0, BD)
-        mask = there[:, None] & (column < width)[None, :]
+        mask = is_row[:, None] & (column < width)[None, :]
         h_at, h_mask = row_wide * h_row + column[None, :], mask
         if JOINED:
             wide = 2 * start + tl.arange(0, 2 * BD)
-            h_at, h_mask = row_wide * h_row + wide[None, :], there[:, None] & (wide < 2 * width)[None, :]
+            h_at, h_mask = row_wide * h_row + wide[None, :], is_row[:, None] & (wide < 2 * width)[None, :]
         a0, a1 = load_parts(h0, h1, h_at, h_mask, JOINED, PARTS, BT, BD)
         at = grad_act + row_wide * width + column[None, :]
         grad = tl.load(at, mask=mask, other=0.0).to(tl.float32)
@@ -227,7 +227,7 @@ def act_vjp_kernel(
             by_weight += tl.sum(tl.where(mask, dw, 0.0), 1)
     if STORE_DOTS:
         if HAS_SCALE:
-            tl.store(dots + row, dot, mask=there)
+            tl.store(dots + row, dot, mask=is_row)
             dots += num_rows
         if USES_WEIGHT:
-            tl.store(dots + row, by_weight, mask=there)
+            tl.store(dots + row, by_weight, mask=is_row)
