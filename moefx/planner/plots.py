@@ -205,15 +205,15 @@ def _draw_bars(names: Sequence[str], parts: Sequence[dict[str, float]], unit: fl
 
     most = {name: max(sizes[name] / sum(sizes.values()) for sizes in parts) for name in parts[0]}
     largest = sorted((name for name in most if most[name] > 0.01), key=lambda name: -most[name])[:_MAX_PARTS]
-    shown = [name for name in most if name in largest]
+    shown_parts = [name for name in most if name in largest]
     figure = Figure((9.6, 0.36 * len(names) + 1.5), layout="constrained")
     axes = figure.subplots()
     left = [0.0] * len(names)
     other_sums = [sum(v for name, v in sizes.items() if name not in largest) for sizes in parts]
-    labels = [LABELS.get(name, name) for name in shown]
+    labels = [LABELS.get(name, name) for name in shown_parts]
     layers: list[tuple[str, list[float], str]] = [
         (label, [sizes[name] for sizes in parts], color)
-        for name, label, color in zip(shown, labels, find_colors(labels), strict=True)
+        for name, label, color in zip(shown_parts, labels, find_colors(labels), strict=True)
     ]
     if any(other_sums):
         layers.append(("other", other_sums, OTHER))

@@ -129,8 +129,8 @@ def _render_best(ranking: Ranking, with_plots: bool, report: ReportProgress) -> 
 
 def _render_parts(names: Sequence[str], parts: Sequence[dict[str, float]], unit: str) -> str:
     """Return a table with a row for each part above 0, and a column for each layout."""
-    there = [name for name in parts[0] if any(sizes[name] for sizes in parts)]
-    rows = [[LABELS.get(n, n), n, *(amount(sizes[n], unit) for sizes in parts)] for n in there]
+    present = [name for name in parts[0] if any(sizes[name] for sizes in parts)]
+    rows = [[LABELS.get(n, n), n, *(amount(sizes[n], unit) for sizes in parts)] for n in present]
     rows.append(["all", "", *(amount(sum(sizes.values()), unit) for sizes in parts)])
     return build_table(["part", "formula", *names], rows, texts=2)
 
