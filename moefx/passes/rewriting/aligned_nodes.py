@@ -40,8 +40,8 @@ def op_kind(n: fx.Node) -> str:
 
 def routing_dependence(node: fx.Node, other: fx.Node) -> Refused:
     """Build the refusal of a step that differs between captures."""
-    if there.op == "get_attr" or here.op == "get_attr":
-        state, written = (here, there) if here.op == "get_attr" else (there, here)
+    if other.op == "get_attr" or node.op == "get_attr":
+        state, written = (node, other) if node.op == "get_attr" else (other, node)
         if state.meta["kind"] == "buffer" and written.op == "call_function":
             written_by = (written, *reversed(written.all_input_nodes))
             return Refused(
