@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import InvalidCheckpoint, MoefxError
 from .model_tensors import LocalPart
+from .rank_group import RankGroup
 from .tensor_regions import Region
 
 
@@ -20,22 +21,19 @@ class PartExchange:
 
     Args:
         parts: what this rank holds.
-        group: the ranks, None if this process holds everything.
+        ranks: the ranks that hold the model.
         device: of the group's collectives.
 
     Attributes:
-        rank, ranks: this rank, and all ranks of the group, in the world.
         described: shape and dtype of each tensor, by name.
     """
 
-    def __init__(self, parts: dict[str, LocalPart], group: dist.ProcessGroup | None, device: torch.device):
-        self.group, self.device, self._parts = group, device, parts
-        self.ranks = [0] if group is None else dist.get_process_group_ranks(group)
-        self.rank = self.ranks[0] if group is None else dist.get_rank()
+    def __init__(self, parts: dict[str, LocalPart], ranks: RankGroup, device: torch.device):
+        self.ranks, self.device, self._parts = ranks, device, parts
         descriptions = {name: (part.shape, part.tensor.dtype, part.region) for name, part in parts.items()}
         self.described: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._owners: dict[str, dict[Region, list[int]]] = {}
-        for rank, held in zip(self.ranks, self._gather_objects(descriptions), strict=True):
+        for rank, held in zip(ranks.ranks, ranks.gather(descriptions), strict=True):
             for name, (shape, dtype, region) in held.items():
                 if self.described.setdefault(name, (shape, dtype)) != (shape, dtype):
                     raise InvalidCheckpoint(
@@ -61,26 +59,26 @@ class PartExchange:
             if any(first >= end for first, end in overlap):
                 continue
             owner = writer if writer in owners else owners[0]
-            if self.rank not in (owner, writer):
+            if self.ranks.rank not in (owner, writer):
                 continue
             view, dtype = out[_cut(overlap, region)], self.described[name][1]
-            if self.rank == owner:
+            if self.ranks.rank == owner:
                 part = self._parts[name].tensor[_cut(overlap, held)]
                 if owner != writer:
                     flat = part.to(self.device).contiguous().reshape(-1)
-                    dist.send(flat.view(torch.uint8), writer, group=self.group)
+                    dist.send(flat.view(torch.uint8), writer, group=self.ranks.group)
                     continue
                 view.copy_(part)
                 continue
             is_direct = view.is_contiguous() and view.device.type == self.device.type and view.dtype == dtype
             part = view if is_direct else torch.empty(view.shape, dtype=dtype, device=self.device)
-            dist.recv(part.reshape(-1).view(torch.uint8), owner, group=self.group)
+            dist.recv(part.reshape(-1).view(torch.uint8), owner, group=self.ranks.group)
             if not is_direct:
                 view.copy_(part)
 
     def merge_tied(self, tied: dict[str, str]) -> dict[str, str]:
         """Return the second names of parameters that any rank has. Collective."""
-        return {name: first for tied_of_rank in self._gather_objects(tied) for name, first in tied_of_rank.items()}
+        return {name: first for tied_of_rank in self.ranks.gather(tied) for name, first in tied_of_rank.items()}
 
     def check_agreement(self, plan: Any) -> None:
         """Check that all ranks have the same plan, which decides on the order of sends and receives. Collective.
@@ -88,26 +86,13 @@ class PartExchange:
         Raises:
             MoefxError: a rank has another plan.
         """
-        digests = self._gather_objects(hashlib.sha256(repr(plan).encode()).hexdigest())
-        others = [rank for rank, digest in zip(self.ranks, digests, strict=True) if digest != digests[0]]
+        digests = self.ranks.gather(hashlib.sha256(repr(plan).encode()).hexdigest())
+        others = [rank for rank, digest in zip(self.ranks.ranks, digests, strict=True) if digest != digests[0]]
         if others:
-            raise MoefxError(f"ranks {others} would write other files than rank {self.ranks[0]}: build the same model")
-
-    def raise_together(self, error: Exception | None) -> None:
-        """Raise on every rank if one of them has an error. Collective."""
-        texts = self._gather_objects(None if error is None else f"{type(error).__name__}: {error}")
-        if error is not None:
-            raise error
-        for rank, text in zip(self.ranks, texts, strict=True):
-            if text:
-                raise MoefxError(f"rank {rank} failed: {text}")
-
-    def _gather_objects(self, value: Any) -> list[Any]:
-        if self.group is None:
-            return [value]
-        values: list[Any] = [None] * len(self.ranks)
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+            raise MoefxError(
+                f"ranks {others} would write other files than rank {self.ranks.ranks[0]}: build the same model, and "
+                "pass the same max_shard_size"
+            )
 
 
 def _cut(overlap: Region, around: Region) -> tuple[slice, ...]:

@@ -19,9 +19,11 @@ from torch import Tensor
 
 from ..errors import InvalidCheckpoint, MoefxError
 from ..util.tensor_bytes import view_bytes
+from .save_folder import find_checkpoint
 from .tensor_regions import Region
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+ENTRY_FILES = (INDEX_FILE, SINGLE_FILE)  # a checkpoint has one of them
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
@@ -61,7 +63,7 @@ class CheckpointFiles:
             raise MoefxError(
                 "load_pretrained reads files by the package safetensors: pip install safetensors"
             ) from error
-        self.folder = Path(folder)
+        self.folder = find_checkpoint(Path(folder), ENTRY_FILES)
         self._open_file: Any = safe_open
         self._stack, self._files = contextlib.ExitStack(), dict[str, Any]()
         if (index := self.folder / INDEX_FILE).is_file():
@@ -127,15 +129,12 @@ class ShardFile:
     """
 
     def __init__(self, path: Path, entries: Iterable[TensorEntry]):
-        names = {getattr(torch, value): name for name, value in _DTYPES.items() if hasattr(torch, value)}
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         offset = 0
         for entry in entries:
-            if entry.dtype not in names:
-                raise InvalidCheckpoint(f"{entry.key} has the dtype {entry.dtype}, which safetensors files cannot hold")
             end = offset + entry.nbytes
             header[entry.key] = {
-                "dtype": names[entry.dtype], "shape": list(entry.shape), "data_offsets": [offset, end]
+                "dtype": find_dtype_name(entry), "shape": list(entry.shape), "data_offsets": [offset, end]
             }  # fmt: skip
             offset = end
         text = json.dumps(header, separators=(",", ":")).encode()
@@ -151,6 +150,18 @@ class ShardFile:
 
     def __exit__(self, *error: Any) -> None:
         self._file.close()
+
+
+def find_dtype_name(entry: TensorEntry) -> str:
+    """Return the name of a tensor's dtype in files.
+
+    Raises:
+        InvalidCheckpoint: files cannot hold the dtype.
+    """
+    for name, value in _DTYPES.items():
+        if getattr(torch, value, None) == entry.dtype:
+            return name
+    raise InvalidCheckpoint(f"{entry.key} has the dtype {entry.dtype}, which safetensors files cannot hold")
 
 
 def split_into_shards(entries: Sequence[TensorEntry], max_bytes: int) -> dict[str, list[TensorEntry]]:
@@ -175,11 +186,9 @@ def split_into_shards(entries: Sequence[TensorEntry], max_bytes: int) -> dict[st
     }  # fmt: skip
 
 
-def remove_shards(folder: Path) -> None:
-    """Remove the files of an earlier checkpoint that a new one would leave beside its own."""
-    for path in folder.iterdir():
-        if path.name in (SINGLE_FILE, INDEX_FILE) or _SHARD.fullmatch(path.name):
-            path.unlink()
+def is_weights_file(name: str) -> bool:
+    """Return whether a file of this name belongs to the tensors of a checkpoint."""
+    return name in ENTRY_FILES or _SHARD.fullmatch(name) is not None
 
 
 def write_index(folder: Path, shards: dict[str, list[TensorEntry]]) -> None:

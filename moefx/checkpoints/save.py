@@ -19,15 +19,19 @@ from ..util.model_wrappers import unwrap_model
 from .key_conversion import KeyGroup, find_transformers_model, group_model_names
 from .model_tensors import ModelTensors, collect_tensors, find_group, list_models
 from .part_exchange import PartExchange
+from .rank_group import RankGroup
 from .safetensors_files import (
+    ENTRY_FILES,
     SINGLE_FILE,
     ShardFile,
     TensorEntry,
+    find_dtype_name,
+    is_weights_file,
     parse_size,
-    remove_shards,
     split_into_shards,
     write_index,
 )
+from .save_folder import replace_checkpoint
 from .tensor_regions import RecordedConversion, whole_region
 
 
@@ -39,44 +43,50 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_sha
     the layout that transformers writes. Models that are not of transformers have the names of their state dict. Ranks
     take turns in writing files. Memory beside a rank's own parts: one tensor of the checkpoint, on the CPU.
 
+    An earlier checkpoint in the folder stays complete until the new one is: the disk holds both for a while. A save
+    that raises keeps the earlier one. A save that is killed leaves one of two folders in `folder`:
+
+    - `incomplete-save`: the earlier checkpoint is as it was. The next save removes this folder.
+    - `complete-save`: the new checkpoint, some of whose files are not in place yet. `load_pretrained(folder)` reads it;
+      for transformers, pass this folder to `from_pretrained`. The next save puts the rest in place.
+
     Args:
         model: any module, or a `Pipeline`.
-        folder: is created if it does not exist. Files of an earlier checkpoint in it are removed.
+        folder: is created if it does not exist. Files that are not of an earlier checkpoint stay.
         max_shard_size: the size of a file in bytes, or text such as "5GB". A larger tensor has a file of its own.
 
     Raises:
         InvalidCheckpoint: a tensor cannot be stored in such files.
-        MoefxError: the model is quantized, or another rank failed.
+        MoefxError: the model is quantized, or another rank failed. An error while a rank sends or receives a tensor is
+            not told to other ranks, which wait for the timeout of their process group.
     """
-    root, max_bytes = unwrap_model(model), parse_size(max_shard_size)
-    transformers_model = find_transformers_model(list_models(root))
-    if getattr(transformers_model, "hf_quantizer", None) is not None:
-        raise MoefxError("save_pretrained writes models that are not quantized: call the model's own save_pretrained")
+    root = unwrap_model(model)
     group, device = find_group(root)
-    tensors = collect_tensors(root)
-    meta = [name for name, part in tensors.parts.items() if part.tensor.is_meta]
-    if meta:
-        raise InvalidCheckpoint(f"{meta[0]} is on the meta device, without values: call moefx.load_pretrained first")
-    exchange = PartExchange(tensors.parts, group, device)
-    outputs = _plan_outputs(transformers_model, exchange, _choose_names(transformers_model, tensors, exchange))
-    exchange.check_agreement([output.entry for output in outputs])
-    shards = split_into_shards([output.entry for output in outputs], max_bytes)
-    path = Path(folder)
-    error: Exception | None = None
-    try:
-        if exchange.rank == exchange.ranks[0]:
-            path.mkdir(parents=True, exist_ok=True)
-            remove_shards(path)
-            _write_configs(transformers_model, path)
-    except Exception as found:
-        error = found
-    exchange.raise_together(error)
-    by_key = {output.entry.key: output for output in outputs}
-    for number, (name, entries) in enumerate(shards.items()):
-        _write_shard(path / name, [by_key[entry.key] for entry in entries], exchange, number)
-    if exchange.rank == exchange.ranks[0] and list(shards) != [SINGLE_FILE]:
-        write_index(path, shards)
-    exchange.raise_together(None)
+    ranks = RankGroup(group)
+    with ranks.raise_together():
+        max_bytes = parse_size(max_shard_size)
+        transformers_model = find_transformers_model(list_models(root))
+        tensors = _collect_parts(root, transformers_model)
+    exchange = PartExchange(tensors.parts, ranks, device)
+    tied = exchange.merge_tied(tensors.tied)
+    with ranks.raise_together():
+        names = _choose_names(transformers_model, tensors, tied)
+        outputs = _plan_outputs(transformers_model, exchange, names)
+        shards = split_into_shards([output.entry for output in outputs.values()], max_bytes)
+    exchange.check_agreement(shards)
+    with replace_checkpoint(Path(folder), ranks, ENTRY_FILES, is_weights_file) as path:
+        with ranks.raise_together():
+            if ranks.is_first:
+                _write_configs(transformers_model, path)
+                if list(shards) != [SINGLE_FILE]:
+                    write_index(path, shards)
+        errors = [
+            _write_shard(path / name, [outputs[entry.key] for entry in entries], exchange, number)
+            for number, (name, entries) in enumerate(shards.items())
+        ]
+        with ranks.raise_together():
+            for error in filter(None, errors):
+                raise error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,13 +97,28 @@ class _Output:
     conversion: RecordedConversion
 
 
-def _choose_names(transformers_model: Any, tensors: ModelTensors, exchange: PartExchange) -> list[str]:
-    """Return the names to save: one for each parameter, and none that transformers leaves out."""
+def _collect_parts(root: nn.Module, transformers_model: Any) -> ModelTensors:
+    """Return this rank's parts, which have values to save. Not collective."""
+    if getattr(transformers_model, "hf_quantizer", None) is not None:
+        raise MoefxError("save_pretrained writes models that are not quantized: call the model's own save_pretrained")
+    tensors = collect_tensors(root)
+    meta = [name for name, part in tensors.parts.items() if part.tensor.is_meta]
+    if meta:
+        raise InvalidCheckpoint(f"{meta[0]} is on the meta device, without values: call moefx.load_pretrained first")
+    return tensors
+
+
+def _choose_names(transformers_model: Any, tensors: ModelTensors, tied: dict[str, str]) -> list[str]:
+    """Return the names to save: one for each parameter, and none that transformers leaves out.
+
+    Args:
+        tied: the second names of parameters on all ranks.
+    """
     left_out: set[str] = set(getattr(transformers_model, "_keys_to_ignore_on_save", None) or ())
     declared = getattr(transformers_model, "all_tied_weights_keys", None)  # transformers 5
     declared = declared or getattr(transformers_model, "_tied_weights_keys", None) or ()
     by_first: dict[str, list[str]] = {}
-    for name, first in exchange.merge_tied(tensors.tied).items():
+    for name, first in tied.items():
         by_first.setdefault(first, [first]).append(name)
     for names in by_first.values():
         kept = next((n for n in names if not any(re.search(pattern, n) for pattern in declared)), names[0])
@@ -101,8 +126,8 @@ def _choose_names(transformers_model: Any, tensors: ModelTensors, exchange: Part
     return [name for name in tensors.names if name not in left_out]
 
 
-def _plan_outputs(transformers_model: Any, exchange: PartExchange, names: Iterable[str]) -> list[_Output]:
-    """Find the tensors of the checkpoint. All ranks return the same ones in the same order."""
+def _plan_outputs(transformers_model: Any, exchange: PartExchange, names: Iterable[str]) -> dict[str, _Output]:
+    """Find the tensors of the checkpoint, by key. All ranks return the same ones in the same order."""
     described = exchange.described
     shapes = {name: shape for name, (shape, _) in described.items()}
     outputs: dict[str, _Output] = {}
@@ -110,8 +135,9 @@ def _plan_outputs(transformers_model: Any, exchange: PartExchange, names: Iterab
         for output in _list_outputs(group, described, transformers_model, shapes):
             if output.entry.key in outputs:
                 raise InvalidCheckpoint(f"two tensors of the model would be {output.entry.key} in the checkpoint")
+            find_dtype_name(output.entry)  # raises before files are written
             outputs[output.entry.key] = output
-    return list(outputs.values())
+    return outputs
 
 
 def _list_outputs(
@@ -122,23 +148,38 @@ def _list_outputs(
         yield _Output(TensorEntry(key, tuple(value.shape), value.dtype), conversion)
 
 
-def _write_shard(path: Path, outputs: list[_Output], exchange: PartExchange, number: int) -> None:
-    """Write a file on one rank, from the parts of all. Ranks that hold no part of a tensor go on to the next one."""
-    writer = exchange.ranks[number % len(exchange.ranks)]
+def _write_shard(path: Path, outputs: list[_Output], exchange: PartExchange, number: int) -> OSError | None:
+    """Write a file on one rank, from the parts of all. Ranks that hold no part of a tensor go on to the next one.
+
+    Returns:
+        The error of writing the file, after this rank has received what the others send it.
+    """
+    writer = exchange.ranks.ranks[number % len(exchange.ranks.ranks)]
+    tensors = _gather_tensors(outputs, exchange, writer)
+    error: OSError | None = None
+    if exchange.ranks.rank == writer:
+        try:
+            with ShardFile(path, [output.entry for output in outputs]) as file:
+                for tensor in tensors:
+                    file.append(tensor)
+        except OSError as found:
+            error = found
+    for _ in tensors:  # sends this rank's parts, or receives what a file that failed does not take
+        pass
+    return error
+
+
+def _gather_tensors(outputs: list[_Output], exchange: PartExchange, writer: int) -> Iterator[Tensor]:
+    """Yield the tensors of a file on the rank that writes it, and meta tensors on ranks that send their parts."""
+    device = "cpu" if exchange.ranks.rank == writer else "meta"
 
     def read(name: str, region: Any, out: Tensor) -> None:
         exchange.gather(name, region, out, writer)
 
-    if exchange.rank == writer:
-        with ShardFile(path, [output.entry for output in outputs]) as file:
-            for output in outputs:
-                whole = torch.empty(output.entry.shape, dtype=output.entry.dtype)
-                output.conversion.fill(whole, output.entry.key, whole_region(output.entry.shape), read)
-                file.append(whole)
-        return
     for output in outputs:
-        whole = torch.empty(output.entry.shape, dtype=output.entry.dtype, device="meta")
+        whole = torch.empty(output.entry.shape, dtype=output.entry.dtype, device=device)
         output.conversion.fill(whole, output.entry.key, whole_region(output.entry.shape), read)
+        yield whole
 
 
 def _write_configs(model: Any, folder: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 from torch import nn
 
 import moefx
-from moefx.checkpoints.safetensors_files import CheckpointFiles
+from moefx.checkpoints.safetensors_files import CheckpointFiles, ShardFile
 from moefx.errors import InvalidCheckpoint
 
 from ..blocks import D, Gated, Loop
@@ -157,6 +159,41 @@ def test_plain_models_keep_the_names_of_their_state_dict(tmp_path):
     moefx.save_pretrained(loaded, tmp_path, max_shard_size=1000)  # removes the single file
     assert not (tmp_path / "model.safetensors").exists()
     assert_equal_models(moefx.load_pretrained(Plain(), tmp_path), original)
+
+
+@pytest.mark.parametrize("method", ["append", "__exit__"])  # a full disk shows when a file is written, or closed
+def test_a_save_that_fails_keeps_the_earlier_checkpoint(method, tmp_path, monkeypatch):
+    original, calls = Plain(), itertools.count()
+    moefx.save_pretrained(original, tmp_path, max_shard_size=1000)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    own = getattr(ShardFile, method)
+
+    def fail(*args: Any) -> None:
+        own(*args)
+        if next(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ShardFile, method, fail)
+    with pytest.raises(OSError, match="No space left"):
+        moefx.save_pretrained(Plain(), tmp_path, max_shard_size=1000)
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert_equal_models(moefx.load_pretrained(Plain(), tmp_path), original)
+
+
+def test_a_checkpoint_whose_save_was_killed_is_loaded(tmp_path):
+    original = Plain()
+    moefx.save_pretrained(original, tmp_path / "complete-save", max_shard_size=1000)
+    assert_equal_models(moefx.load_pretrained(Plain(), tmp_path), original)
+    moefx.save_pretrained(original, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_dtypes_that_files_cannot_hold_raise_before_files_are_written(tmp_path):
+    model = Plain()
+    model.register_buffer("phases", torch.zeros(2, dtype=torch.complex128))
+    with pytest.raises(InvalidCheckpoint, match=r"phases has the dtype torch\.complex128"):
+        moefx.save_pretrained(model, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 def test_checkpoints_that_do_not_fit_raise(tmp_path):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import errno
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -115,6 +118,44 @@ def case_memory() -> None:
         dist.all_gather_object(peaks, peak)
         assert largest <= max(peaks) < 2.1 * largest, (peaks, largest)
         check_equal(moefx.full_state_dict(model), original.state_dict())
+
+
+def case_errors_of_one_rank_are_raised_by_all() -> None:
+    """Raise on each rank, and keep the earlier checkpoint."""
+    model = spread(Model("joined", layers=1), dict(ep=4), example_inputs=(torch.zeros(9, D),))
+    folder, rank, wanted = create_shared_folder(), dist.get_rank(), moefx.full_state_dict(model)
+    moefx.save_pretrained(model, folder, max_shard_size=600)
+    names = sorted(path.name for path in Path(folder).iterdir())
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def check_save(failing: int, error: type[Exception], text: str, **options: Any) -> None:
+        """Save, with an error on one rank."""
+        kind, prefix = (error, "") if rank == failing else (MoefxError, f"rank {failing} failed: {error.__name__}: ")
+        check_raises(kind, prefix + text, moefx.save_pretrained, model, folder, **({"max_shard_size": 600} | options))
+        dist.barrier()
+        assert sorted(path.name for path in Path(folder).iterdir()) == names
+
+    for failing, target in (
+        (2, "safetensors_files.ShardFile.append"),  # in each of its files
+        (3, "safetensors_files.ShardFile.__init__"),
+        (0, "save.write_index"),
+        (0, "save_folder.os.rename"),
+    ):
+        with mock.patch(f"moefx.checkpoints.{target}", side_effect=full) if rank == failing else nullcontext():
+            check_save(failing, OSError, str(full))
+    check_save(1, InvalidCheckpoint, "max_shard_size='5'", max_shard_size="5" if rank == 1 else 600)
+    check_raises(
+        MoefxError,
+        "ranks [3] would write other files",
+        moefx.save_pretrained,
+        model,
+        folder,
+        max_shard_size=[600, 9999][rank // 3],
+    )
+    check_equal(moefx.load_pretrained(Model("joined", layers=1), folder).state_dict(), wanted)
+    if rank == 1:
+        model.first.bias = nn.Parameter(model.first.bias.to("meta"))
+    check_save(1, InvalidCheckpoint, "first.bias is on the meta device")
 
 
 def case_asynchronous_checkpoints_reshard() -> None:

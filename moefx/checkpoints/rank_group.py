@@ -1,0 +1,56 @@
+"""The ranks that save a model together: what they gather, and how they tell each other of errors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import MoefxError
+
+
+class RankGroup:
+    """The ranks of a process group, or this process alone.
+
+    Args:
+        group: None if this process holds everything.
+
+    Attributes:
+        rank, ranks: this rank, and all ranks of the group, in the world.
+        is_first: whether this rank does what one rank does for all.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None):
+        self.group = group
+        self.ranks = [0] if group is None else dist.get_process_group_ranks(group)
+        self.rank = self.ranks[0] if group is None else dist.get_rank()
+        self.is_first = self.rank == self.ranks[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks. Collective."""
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * len(self.ranks)
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    @contextlib.contextmanager
+    def raise_together(self) -> Iterator[None]:
+        """Raise after the block on every rank if it raised on one of them. Collective; the block must not be.
+
+        Raises:
+            MoefxError: the block raised on another rank. A rank whose own block raised raises that error.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as found:
+            error = found
+        texts = self.gather(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        for rank, text in zip(self.ranks, texts, strict=True):
+            if text:
+                raise MoefxError(f"rank {rank} failed: {text}")
