@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,10 +20,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from ..checkpoints.rank_group import RankGroup
+from ..checkpoints.save_folder import find_checkpoint, replace_checkpoint
+from ..errors import InvalidCheckpoint
 from .spread_training import reshard
 
 # Key the state by parameter name: another mesh, or another release of transformers, groups parameters differently.
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+_ENTRY_FILES = (".metadata",)  # of torch.distributed.checkpoint
 _Optimizers = Sequence[torch.optim.Optimizer]
 
 
@@ -35,7 +39,7 @@ def save_optimizers(model: nn.Module, optimizers: _Optimizers, folder: str | os.
 def load_optimizers(model: nn.Module, optimizers: _Optimizers, folder: str | os.PathLike[str]) -> None:
     """Load what `save_optimizers` saved, over this mesh or another one. Collective."""
     state = _collect_optimizers(model, optimizers)
-    state_dict_loader.load(state, checkpoint_id=folder)
+    _load(state, folder)
     with _without_empty_groups(optimizers):
         set_optimizer_state_dict(model, _unwrap_single(optimizers), state["optimizer"], options=_OPTIONS)
 
@@ -50,23 +54,22 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Load what `save_model` saved, over this mesh or another one. Collective."""
     reshard(model)
     state = {"model": get_model_state_dict(model)}
-    state_dict_loader.load(state, checkpoint_id=folder)
+    _load(state, folder)
     set_model_state_dict(model, state["model"])
 
 
 def _save(state: dict[str, Any], folder: str | os.PathLike[str]) -> None:
-    """Save into a new folder, then put it in the place of an older one: a run that is killed meanwhile keeps that."""
-    new = f"{os.fspath(folder)}.new"
-    if dist.get_rank() == 0:
-        shutil.rmtree(new, ignore_errors=True)
-    dist.barrier()
-    state_dict_saver.save(state, checkpoint_id=new)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        if os.path.isdir(folder):
-            shutil.rmtree(folder)
-        os.replace(new, folder)
-    dist.barrier()
+    """Save into a new folder, then put its files in the place of earlier ones: a save that fails or is killed keeps
+    these, or leaves the new ones where `_load` finds them."""
+    with replace_checkpoint(Path(folder), RankGroup(dist.group.WORLD), _ENTRY_FILES, lambda name: True) as new:
+        state_dict_saver.save(state, checkpoint_id=new)
+
+
+def _load(state: dict[str, Any], folder: str | os.PathLike[str]) -> None:
+    found = find_checkpoint(Path(folder), _ENTRY_FILES)
+    if not any((found / name).is_file() for name in _ENTRY_FILES):
+        raise InvalidCheckpoint(f"{folder} has no complete state, its save may have been killed: load an earlier one")
+    state_dict_loader.load(state, checkpoint_id=found)
 
 
 def _collect_optimizers(model: nn.Module, optimizers: _Optimizers) -> dict[str, Any]:

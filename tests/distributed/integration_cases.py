@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
 import os
 from pathlib import Path
@@ -15,11 +17,13 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import DataLoaderConfiguration
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import moefx
-from moefx.errors import InvalidCheckpoint, InvalidInput
+from moefx.errors import InvalidCheckpoint, InvalidInput, MoefxError
+from moefx.integrations.sharded_state import load_model, save_model
 from moefx.integrations.spread_training import check_trainable
 
 from . import parallelize_cases
@@ -318,6 +322,38 @@ def case_loops_with_separate_experts() -> None:
             if step == 1 and not first:
                 accelerator.save_state(folder)
         torch.testing.assert_close(moefx.full_state_dict(model), dict(parameters), rtol=0, atol=1e-9)
+
+
+def case_saved_states_outlive_saves_that_fail() -> None:
+    """Raise on each rank if one fails, and keep the earlier state."""
+    folder, rank, model = create_shared_folder(), dist.get_rank(), parallelize_model("joined", dict(dp=2, ep=2))
+    save_model(model, folder)
+    wanted, names = moefx.full_state_dict(model), sorted(os.listdir(folder))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    full = OSError(errno.ENOSPC, "No space left on device")
+    for failing, target in (
+        (0, "moefx.checkpoints.save_folder.os.rename"),
+        (2, "torch.distributed.checkpoint.FileSystemWriter.write_data"),
+    ):
+        with mock.patch(target, side_effect=full) if rank == failing else contextlib.nullcontext():
+            check_raises((OSError, MoefxError, CheckpointException), "No space left", save_model, model, folder)
+        dist.barrier()
+        assert sorted(os.listdir(folder)) == names
+        dist.barrier()
+    load_model(model, folder)
+    check_equal(moefx.full_state_dict(model), wanted)
+    dist.barrier()
+    if rank == 0:  # a save was killed before it put its files in place
+        os.mkdir(f"{folder}/complete-save")
+        for name in names:
+            os.rename(f"{folder}/{name}", f"{folder}/complete-save/{name}")
+    dist.barrier()
+    load_model(model, folder)
+    save_model(model, folder)
+    assert sorted(os.listdir(folder)) == names
+    check_raises(InvalidCheckpoint, "has no complete state", load_model, model, f"{folder}/none")
 
 
 def case_plain_libraries_are_refused() -> None:

@@ -318,7 +318,13 @@ def case_layers_in_other_containers() -> None:
         assert {*found} == layers | inner
 
 
-def check_raises(error: type[Exception], text: str, call: Callable[..., Any], *args: Any, **options: Any) -> None:
+def check_raises(
+    error: type[Exception] | tuple[type[Exception], ...],
+    text: str,
+    call: Callable[..., Any],
+    *args: Any,
+    **options: Any,
+) -> None:
     try:
         call(*args, **options)
     except error as found:
