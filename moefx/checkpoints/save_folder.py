@@ -18,6 +18,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from ..errors import MoefxError
 from .rank_group import RankGroup
 
 _INCOMPLETE, _COMPLETE = "incomplete-save", "complete-save"
@@ -48,6 +49,8 @@ def replace_checkpoint(
         with ranks.raise_together():
             if ranks.is_first:
                 names = set(os.listdir(folder / _INCOMPLETE))
+                if not names.intersection(entry_files):
+                    raise MoefxError(f"the save wrote none of {list(entry_files)} to {folder / _INCOMPLETE}")
                 os.rename(folder / _INCOMPLETE, folder / _COMPLETE)
                 _put_in_place(folder, entry_files)
                 for path in folder.iterdir():
@@ -71,15 +74,15 @@ def _put_in_place(folder: Path, entry_files: Sequence[str]) -> None:
     if not complete.is_dir():
         return
     names = sorted(os.listdir(complete), key=lambda name: name in entry_files)
-    if any(name in entry_files for name in names):  # otherwise an entry file in the folder is the new one
+    if any(name in entry_files for name in names):  # otherwise all are in place
         for name in entry_files:
             (folder / name).unlink(missing_ok=True)
-    for name in names:
-        (folder / name).unlink(missing_ok=True)
-        try:
-            os.link(complete / name, folder / name)
-        except OSError:  # a file system without hard links
-            os.replace(complete / name, folder / name)
+        for name in names:
+            (folder / name).unlink(missing_ok=True)
+            try:
+                os.link(complete / name, folder / name)
+            except OSError:  # a file system without hard links
+                os.replace(complete / name, folder / name)
     for name in reversed(names):  # the entry file first: without it nothing loads the rest
         (complete / name).unlink(missing_ok=True)
     complete.rmdir()

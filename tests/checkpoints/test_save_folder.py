@@ -15,6 +15,7 @@ import pytest
 
 from moefx.checkpoints.rank_group import RankGroup
 from moefx.checkpoints.save_folder import find_checkpoint, replace_checkpoint
+from moefx.errors import MoefxError
 
 ENTRY_FILES = ("index", "single")
 _KILLS: dict[str, int] = {}  # how many more changes of files the process makes
@@ -78,40 +79,53 @@ def test_a_save_that_raises_keeps_the_earlier_checkpoint(tmp_path):
     ):
         (new / "a").write_text("new")
         fail()
+    with (
+        pytest.raises(MoefxError, match="wrote none of"),
+        replace_checkpoint(tmp_path, RankGroup(None), ENTRY_FILES, bool),
+    ):
+        pass
     assert read(tmp_path) == "old" and list_names(tmp_path) == ["a", "c", "index"]
 
 
+def save_until_killed(folder: Path, version: str, changes: int) -> bool:
+    """Save, but kill the process after a number of changes of files. Returns whether the save was completed."""
+    _KILLS["left"] = changes
+    try:
+        save(folder, version, ["a", "b"])
+    except Killed:
+        return False
+    finally:
+        _KILLS.clear()
+    return True
+
+
 @pytest.mark.parametrize("has_links", [True, False])
-def test_a_killed_save_leaves_a_complete_checkpoint(has_links, kills, tmp_path):
-    versions = []
-    for number in itertools.count():
+def test_two_killed_saves_leave_a_complete_checkpoint(has_links, kills, tmp_path):
+    """Kill a save at each moment, and the next one, which completes it, too."""
+    seen, most = set(), 24
+    for number, moments in enumerate(itertools.product(range(most), range(most))):
         folder = tmp_path / str(number)
         save(folder, "old", ["a", "c"], "single")
         (folder / "tokenizer").write_text("other")
         with mock.patch("os.link", os.link if has_links else fail):
-            kills["left"] = number
-            try:
-                save(folder, "new", ["a", "b"])
-            except Killed:
-                was_killed = True
-            else:
-                was_killed = False
-            finally:
-                kills.clear()
+            completed = [save_until_killed(folder, *each) for each in zip(("new", "newer"), moments, strict=True)]
             if has_links:
-                versions.append(read(find_checkpoint(folder, ENTRY_FILES)))
-            _check_that_the_next_save_finds_it(folder, versions if not has_links else [])
-        if not was_killed:
-            break
-    assert versions == sorted(versions, reverse=True) and set(versions) == {"old", "new"} and number > 12
-
-
-def _check_that_the_next_save_finds_it(folder: Path, versions: list[str]) -> None:
-    """Let two saves follow: one that raises, and one that succeeds."""
-    with pytest.raises(OSError, match="no space"), replace_checkpoint(folder, RankGroup(None), ENTRY_FILES, bool):
-        fail()
-    versions.append(read(folder))
-    assert not {"incomplete-save", "complete-save"} & set(list_names(folder))
-    save(folder, "last", ["c"])
-    assert read(folder) == "last" and list_names(folder) == ["c", "index", "tokenizer"]
-    shutil.rmtree(folder)
+                read(find_checkpoint(folder, ENTRY_FILES))
+            with (
+                pytest.raises(OSError, match="no space"),
+                replace_checkpoint(folder, RankGroup(None), ENTRY_FILES, bool),
+            ):
+                fail()
+            version = read(folder)
+            assert not {"incomplete-save", "complete-save"} & set(list_names(folder))
+            seen.add((*completed, version))
+            save(folder, "last", ["c"])
+        assert read(folder) == "last" and list_names(folder) == ["c", "index", "tokenizer"]
+        shutil.rmtree(folder)
+    killed = {(False, False, version) for version in ("old", "new", "newer")}
+    assert seen == killed | {
+        (True, False, "new"),
+        (True, False, "newer"),
+        (False, True, "newer"),
+        (True, True, "newer"),
+    }
