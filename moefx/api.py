@@ -193,10 +193,14 @@ def _explain_record(
             sum(c.original for c in counts),
             sum(c.guard_failures for c in counts),
         )
-        notes = {f"{reason}" for forward in block_forwards for reason in forward.refusals.values() if reason}
-        notes |= {f"guard failed: {c.last_failed_guard}" for c in counts if c.last_failed_guard}
+        notes = {f"guard failed: {c.last_failed_guard}" for c in counts if c.last_failed_guard}
+        for forward in block_forwards:
+            notes |= {reason for reason in (*forward.refusals.values(), *forward.fallback_reasons) if reason}
         also = dict.fromkeys(
-            p.describe_difference(forward.programs[0]) for forward in block_forwards for p in forward.programs[1:]
+            program.describe_difference(forward.compiled_program)
+            for forward in block_forwards
+            for program in forward.programs
+            if program is not forward.compiled_program
         )
         notes = (*report.notes, *sorted(notes))
         reports.append(dataclasses.replace(report, calls=calls, notes=notes, also_for=tuple(also)))

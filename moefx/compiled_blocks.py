@@ -52,8 +52,8 @@ class Block:
 
     @property
     def spec(self) -> Specialization:
-        """The specialization of the first rewritten graph."""
-        return self.forward.programs[0].key
+        """The specialization that the block was compiled for. Later calls may have added others."""
+        return self.forward.compiled_program.key
 
     @property
     def graph(self) -> BlockGraph:
@@ -61,7 +61,7 @@ class Block:
 
     @property
     def history(self) -> History:
-        return self.forward.programs[0].history
+        return self.forward.compiled_program.history
 
     @property
     def fallbacks(self) -> int:
@@ -125,7 +125,7 @@ def history(compiled: nn.Module, name: str) -> History:
     block_forward = forwards.get(name) or by_region.get(name)
     if block_forward is None:
         raise MoefxError(f"no rewritten block {name!r}; there is {', '.join(quote_name(n) for n in forwards)}")
-    return block_forward.programs[0].history
+    return block_forward.compiled_program.history
 
 
 def find_forwards(target: nn.Module) -> dict[str, BlockForward]:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .ranks.overwrite_detection import OverwritingWatch
 
 _log = logging.getLogger(__name__)
+_NO_PROGRAM = "no program admits the call"
 
 
 class BlockForward:
@@ -69,7 +70,8 @@ class BlockForward:
         self.block_programs = BlockPrograms(block, name, self.counts)
         self.requests = ProgramRequests(self.block_programs, specialize)
         self.original = _find_own_forward(block)
-        self._warned: set[str] = set()
+        self._compiled_program: Program | None = None
+        self.fallback_reasons: dict[str, None] = {}  # reasons of eager calls, in order, a bounded number
         self._forced = ""
         self.compiled_by = ""  # the compiler of the surrounding graph, whose code runs no Python
         self._offsets: tuple[torch.Tensor, ...] = ()
@@ -89,9 +91,9 @@ class BlockForward:
         leaves = flatten_arguments(self._bind(*args, **kwargs), objects)
         call = specialize_call(self.block, leaves, objects)
         if torch.compiler.is_compiling():
-            entry = self.block_programs.find_traced(call, leaves) if self._prepare_trace(*call) else None
+            entry, reason = self._find_traced_entry(call, leaves)
         else:
-            entry = self._find_eager_entry(call, leaves, args, kwargs)
+            entry, reason = self._find_eager_entry(call, leaves, args, kwargs)
             if (
                 entry is None and self.block_programs.objects != objects
             ):  # a new program takes these arguments unflattened
@@ -120,11 +122,11 @@ class BlockForward:
             return self(*args, **kwargs)  # try again without the failed program
         if self.expert_layout is not None:
             raise NotRewritten(
-                f"{self._shown_name} {self._format_refusal(call, leaves)}. The original forward cannot run: this rank "
-                "has only a part of the experts"
+                f"{self._shown_name} {_format_refusal(reason)}. The original forward cannot run: this rank has only a "
+                "part of the experts"
             )
         if not torch.compiler.is_compiling():
-            self._warn_once(self._format_refusal(call, leaves))
+            self._warn_once(reason)
         return self.run_original(*args, **kwargs)
 
     @property
@@ -137,21 +139,13 @@ class BlockForward:
     def _shown_name(self) -> str:
         return self.name or type(self.block).__name__
 
-    def _format_refusal(self, call: Specialization, leaves: Leaves) -> str:
-        """Return the reason why no program takes a call."""
-        is_traced = torch.compiler.is_compiling()  # Dynamo cannot look the call up
-        reason = self.requests.find_last_reason() if is_traced else self.requests.find_reason(call, leaves)
-        why = reason or self.counts.last_failed_guard or "no program admits the call"
-        why = " ".join(why.split())
-        return f"is not rewritten for this kind of call: {why}"
-
-    def _warn_once(self, why: str) -> None:
+    def _warn_once(self, reason: str) -> None:
         """Warn that calls run the original forward: once per reason, for a bounded number of reasons."""
-        if why not in self._warned and len(self._warned) < MAX_SPECIALIZATIONS:
-            self._warned.add(why)
+        if reason not in self.fallback_reasons and len(self.fallback_reasons) < MAX_SPECIALIZATIONS:
+            self.fallback_reasons[reason] = None
             _log.warning(
                 "%s %s. The call runs the original forward; moefx.explain(model) lists all reasons",
-                self._shown_name, why,
+                self._shown_name, _format_refusal(reason),
             )  # fmt: skip
 
     def run_original(self, *args: Any, **kwargs: Any) -> Any:
@@ -176,29 +170,45 @@ class BlockForward:
 
     def _find_eager_entry(
         self, call: Specialization, leaves: Leaves, args: Any, kwargs: Any
-    ) -> InstalledProgram | None:
-        """Find the program for an eager call, or request one."""
+    ) -> tuple[InstalledProgram | None, str]:
+        """Find the program for an eager call, or request one.
+
+        Returns:
+            The program or None, and the reason if there is none.
+        """
         if is_transformed():
-            self.counts.last_failed_guard = "forward-mode derivatives and torch.func transforms run the original"
-            return None
+            return None, "forward-mode derivatives and torch.func transforms run the original"
         known = len(self.block_programs.entries)
-        entry = self.block_programs.find(call, leaves) or self.requests.request(call, leaves, args, kwargs, known)
-        if entry is not None:
-            self.counts.rewritten += 1
-        return entry
+        found = self.block_programs.find(call, leaves)
+        if isinstance(found, str):
+            found = self.requests.request(call, leaves, args, kwargs, known) or found
+        if isinstance(found, str):
+            return None, found or _NO_PROGRAM
+        self.counts.rewritten += 1
+        return found, ""
+
+    def _find_traced_entry(self, call: Specialization, leaves: Leaves) -> tuple[InstalledProgram | None, str]:
+        """Find the program for a call that Dynamo traces. Returns as `_find_eager_entry` does."""
+        if reason := self._prepare_trace(*call):
+            return None, reason
+        entry = self.block_programs.find_traced(call, leaves)
+        return entry, "" if entry is not None else "a guard of its programs failed"
 
     @torch.compiler.assume_constant_result
-    def _prepare_trace(self, *fields: Any) -> bool:
+    def _prepare_trace(self, *fields: Any) -> str:
         """Run the checks of an eager call while Dynamo traces, without values.
 
         Takes the fields of a `Specialization`: Dynamo passes plain constants only, no subclasses of tuple.
+
+        Returns:
+            The reason why no program is left, or "".
         """
-        call = Specialization(*fields)
+        call, found = Specialization(*fields), ""
         if not self.block_programs.find_valid(call):
-            self.requests.request(call, [], None, None)
+            found = self.requests.request(call, [], None, None)
         valid = self.block_programs.find_valid(call)
         self.block_programs.move_to_front(valid)  # the trace takes the first program that admits the call
-        return bool(valid)
+        return "" if valid else str(found) or _NO_PROGRAM
 
     # -- programs ----------------------------------------------------------------------------------
 
@@ -206,6 +216,12 @@ class BlockForward:
     def programs(self) -> tuple[Program, ...]:
         """The programs, in the order of trial."""
         return tuple(entry.program for entry in self.block_programs.entries)
+
+    @property
+    def compiled_program(self) -> Program:
+        """The program that was added first. `programs` may begin with another one, because Dynamo's traces reorder."""
+        assert self._compiled_program is not None
+        return self._compiled_program
 
     @property
     def objects(self) -> tuple[Path, ...]:
@@ -219,6 +235,8 @@ class BlockForward:
 
     def add(self, program: Program) -> None:
         """Add a program, to be tried after the existing ones."""
+        if self._compiled_program is None:
+            self._compiled_program = program
         self.block_programs.add(program)
 
     @contextlib.contextmanager
@@ -320,6 +338,10 @@ def find_rewritten_blocks(model: nn.Module) -> dict[str, BlockForward]:
     """Return the rewritten blocks of a model by name, in module order."""
     forwards = {name: get_rewritten_forward(module) for name, module in model.named_modules()}
     return {name: forward for name, forward in forwards.items() if forward is not None}
+
+
+def _format_refusal(reason: str) -> str:
+    return f"is not rewritten for this kind of call: {' '.join(reason.split())}"
 
 
 def _find_own_forward(block: nn.Module) -> Callable[..., Any] | None:

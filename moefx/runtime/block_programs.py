@@ -64,9 +64,13 @@ class BlockPrograms:
         for entry in self.entries if on else ():
             entry.program.prepare_load()
 
-    def find(self, call: Specialization, leaves: Leaves) -> InstalledProgram | None:
-        """Find a program for an eager call. Record the last reason against one in `counts`."""
-        failed = False
+    def find(self, call: Specialization, leaves: Leaves) -> InstalledProgram | str:
+        """Find a program for an eager call. Record the last failed guard in `counts`.
+
+        Returns:
+            The program, or the reason why none admits the call: "" if none has its specialization.
+        """
+        why = ""
         for entry in self.entries:
             if not entry.program.key.admits(call):
                 continue
@@ -78,9 +82,8 @@ class BlockPrograms:
             else:
                 return entry
             self.counts.last_failed_guard = why
-            failed = True
-        self.counts.guard_failures += failed
-        return None
+        self.counts.guard_failures += bool(why)
+        return why and f"guard failed: {why}"
 
     def find_traced(self, call: Specialization, leaves: Leaves) -> InstalledProgram | None:
         """Find the program for a call that Dynamo traces, which turns these checks into guards."""

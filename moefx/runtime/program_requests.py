@@ -17,7 +17,6 @@ from .surrounding_modes import suspend_observers
 
 # Per block, accepted and refused. Bounds recompilation when an argument changes in every call.
 MAX_SPECIALIZATIONS = 16
-NOT_SPECIALIZED = "not specialized"
 
 # (block, specialization of the call, args, kwargs) -> a program for the call, or None; may raise Refused. args and
 # kwargs are None while Dynamo traces without values.
@@ -32,7 +31,8 @@ class ProgramRequests:
 
     Attributes:
         specialize: makes a program; None makes no requests.
-        refusals: the reasons of refused requests. "" if the request was accepted, and is not to be repeated.
+        refusals: the reasons of refused requests. "" if a request is not to be repeated, and has no reason of its own:
+            it was accepted, or would fail at a guard that no other proof avoids.
         traced_refusals: the reasons of requests that Dynamo refused without values. An eager call asks again.
         is_running: a thread is making a program.
     """
@@ -50,7 +50,7 @@ class ProgramRequests:
         args: tuple[Any, ...] | None,
         kwargs: Mapping[str, Any] | None,
         known: int = 0,
-    ) -> InstalledProgram | None:
+    ) -> InstalledProgram | str:
         """Make a program for a call that no program admits, and add it to the block's programs.
 
         Args:
@@ -58,46 +58,47 @@ class ProgramRequests:
             known: number of programs when none of them admitted the call.
 
         Returns:
-            The program that admits the call; None if there is none, or if Dynamo traces.
+            The program that admits the call, or the reason why there is none. "" if the request adds no reason to that
+            of `BlockPrograms.find`, or if Dynamo traces and a program was added.
         """
         if self.specialize is None or (self.is_running and holds_compile_lock()):  # capture may run this block
-            return None
+            return ""
         programs, is_traced = self.programs, args is None
-        if self._is_settled((call, programs.find_blocking_conditions(call, leaves)), is_traced):
-            return None
+        request = call, programs.find_blocking_conditions(call, leaves)
+        if (reason := self._find_settled(request, is_traced)) is not None:
+            return reason
         with compile_lock():
-            if args is not None and len(programs.entries) > known and (entry := programs.find(call, leaves)):
-                return entry  # another thread compiled it meanwhile
+            if args is not None and len(programs.entries) > known:
+                entry = programs.find(call, leaves)
+                if isinstance(entry, InstalledProgram):  # another thread compiled it meanwhile
+                    return entry
             request = call, programs.find_blocking_conditions(call, leaves)
-            if self._is_settled(request, is_traced):
-                return None
+            if (reason := self._find_settled(request, is_traced)) is not None:
+                return reason
             if leaves and not request[1] and programs.find_valid(call):
-                self.refusals[request] = NOT_SPECIALIZED  # another proof would fail at the same guard
-                return None
+                self.refusals[request] = ""  # another proof would fail at the same guard
+                return ""
             program = self._make_program(call, args, kwargs)
             if isinstance(program, str):
                 (self.traced_refusals if is_traced else self.refusals)[request] = program
-                return None
+                return program
             if request[1]:  # do not ask again, even if the new program does not admit the call
                 self.refusals[request] = ""
             programs.add(program)
-            return programs.find(call, leaves) if args is not None else None
+            return programs.find(call, leaves) if args is not None else ""
 
-    def find_reason(self, call: Specialization, leaves: Leaves) -> str:
-        """Return the reason why a request for this call was refused, or ""."""
-        request = call, self.programs.find_blocking_conditions(call, leaves)
-        reasons = (self.refusals.get(request, ""), self.traced_refusals.get(request, ""))
-        return next((why for why in reasons if why not in ("", NOT_SPECIALIZED)), "")
-
-    def find_last_reason(self) -> str:
-        """Return the reason of the last refused request of any call, or ""."""
-        reasons = [*self.refusals.values(), *self.traced_refusals.values()]
-        return next(reversed([why for why in reasons if why not in ("", NOT_SPECIALIZED)]), "")
-
-    def _is_settled(self, request: _Request, is_traced: bool) -> bool:
-        """Return whether the request was refused before, or the block has reached its limit of specializations."""
-        is_refused = request in self.refusals or (is_traced and request in self.traced_refusals)
-        return is_refused or len(self.programs.entries) + len(self.refusals) >= MAX_SPECIALIZATIONS
+    def _find_settled(self, request: _Request, is_traced: bool) -> str | None:
+        """Return the reason why a request is not made, or not made again; None if it may be made."""
+        if request in self.refusals:
+            return self.refusals[request]
+        if is_traced and request in self.traced_refusals:
+            return self.traced_refusals[request]
+        if len(self.programs.entries) + len(self.refusals) < MAX_SPECIALIZATIONS:
+            return None
+        return (
+            f"limit of {MAX_SPECIALIZATIONS} specializations reached. Each value of a number among the arguments or "
+            "attributes needs one: keep the value, pass it as a tensor, or store it in a buffer"
+        )
 
     def _make_program(self, call: Specialization, args: Any, kwargs: Any) -> Program | str:
         """Return a new program, or the reason why there is none."""
@@ -112,4 +113,4 @@ class ProgramRequests:
             return str(error) if isinstance(error, MoefxError) else f"{type(error).__name__}: {error}"
         finally:
             self.is_running = False
-        return NOT_SPECIALIZED if program is None else program
+        return "no program was made for it" if program is None else program

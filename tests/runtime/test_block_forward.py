@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from moefx.errors import AbsorbedModuleChanged, MoefxError, Refused
+from moefx.compiled_blocks import Block as Compiled
+from moefx.errors import AbsorbedModuleChanged, MoefxError, NotRewritten, Refused
 from moefx.ir.argument_binding import Guard
 from moefx.runtime.block_forward import (
     BlockForward,
@@ -165,7 +166,7 @@ def test_an_unknown_call_is_specialized_once():
     assert [len(call.arguments) for call, _, _ in asked] == [3] * 4
     assert len(forward.programs) == 2
     assert (forward.counts.rewritten, forward.counts.original) == (4, 4)
-    assert list(forward.refusals.values()) == ["casts differ (model.py:9)", "not specialized"]
+    assert list(forward.refusals.values()) == ["casts differ (model.py:9)", "no program was made for it"]
 
 
 def test_reasons_are_those_of_the_call(caplog):
@@ -182,6 +183,45 @@ def test_reasons_are_those_of_the_call(caplog):
     block(x)
     reasons = [record.getMessage().partition("kind of call: ")[2].partition(".")[0] for record in caplog.records]
     assert reasons == ["rows differ", "casts differ"]
+
+
+def list_reasons(caplog):
+    """The reasons of the logged fallbacks, in order."""
+    texts = [record.getMessage().partition("kind of call: ")[2] for record in caplog.records]
+    return [text.partition(". The call runs")[0] for text in texts]
+
+
+def test_no_reason_names_the_guard_of_another_call(caplog):
+    """A guard fails first. Later calls have other reasons: no program, the limit, and a transform."""
+    block, x = Block(), torch.randn(S, D)
+    programs = [build_program(block, x, (Guard("hidden_states.shape[0] > 4"),))]
+    forward = install_forward(block, programs, specialize=lambda *call: None)
+    block(x[:3])
+    for step in range(MAX_SPECIALIZATIONS):
+        block(x, scale=float(step))
+    torch.func.jvp(block, (x,), (x,))
+    first, *others, last = reasons = list_reasons(caplog)
+    assert first == "guard failed: hidden_states.shape[0] > 4:"
+    assert others[0] == "no program was made for it" and len(others) == 2
+    assert f"limit of {MAX_SPECIALIZATIONS} specializations reached" in others[1] and "as a tensor" in others[1]
+    assert last == "forward-mode derivatives and torch.func transforms run the original"
+    assert [reason.strip() for reason in forward.fallback_reasons] == reasons
+    assert forward.counts.last_failed_guard == "hidden_states.shape[0] > 4: "
+
+
+def test_a_spread_block_names_the_reason_of_the_call():
+    def specialize(block, call, args, kwargs):
+        raise Refused("casts differ" if call.autocast is not None else "rows differ")
+
+    block, x = Block(), torch.randn(S, D)
+    forward = install_forward(block, [], specialize=specialize)
+    forward.expert_layout = object()
+    for run in (block, torch.compile(block, backend="eager", fullgraph=True)):
+        errors = NotRewritten, torch._dynamo.exc.Unsupported  # Dynamo wraps the error of a trace
+        for why, is_autocast in (("rows", False), ("casts", True), ("rows", False)):
+            wanted = pytest.raises(errors, match=f"kind of call: {why} differ")
+            with torch.autocast("cpu", torch.bfloat16, is_autocast), wanted:
+                run(x)
 
 
 def test_an_eager_call_asks_again_after_a_refused_trace():
@@ -206,6 +246,19 @@ def test_an_argument_that_always_changes_does_not_lift_forever():
     for step in range(2 * MAX_SPECIALIZATIONS):
         block(x, scale=float(step))
     assert len(asked) == MAX_SPECIALIZATIONS
+
+
+def test_the_compiled_program_stays_the_same():
+    """A trace moves the programs of its call to the front."""
+    block, x = Block(), torch.randn(S, D)
+    forward = install_forward(block, [build_program(block, x, training=True)])
+    forward.add(build_program(block, x, training=False))
+    compiled, later = forward.programs
+    torch.compile(block.eval(), backend="eager")(x)
+    assert forward.programs == (later, compiled) and forward.compiled_program is compiled
+    described = Compiled("", forward)
+    assert described.spec is compiled.key and described.history is compiled.history
+    assert pickle.loads(pickle.dumps(block)).forward.compiled_program.key == compiled.key
 
 
 def test_capture_may_run_the_block_itself():

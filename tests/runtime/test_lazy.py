@@ -172,6 +172,19 @@ def test_transforms_run_the_original(x):
     grads, truth = (torch.func.grad(loss(m))(dict(m.named_parameters())) for m in (compiled, model))
     torch.testing.assert_close(grads, truth)
     assert count_calls(compiled) == (0, 1)
+    (matched,) = moefx.explain(compiled).matched
+    assert matched.notes == ("forward-mode derivatives and torch.func transforms run the original",)
+
+
+def test_a_trace_changes_no_description(x):
+    """Dynamo moves the program of eval to the front; graph and explanation still begin with that of training."""
+    _, compiled = build_pair(x, ScaledInEval())
+    graph = moefx.graph(compiled, "")
+    torch.compile(compiled.eval(), backend="eager")(x)
+    (block,) = moefx.blocks(compiled)
+    assert len(block.forward.programs) == 2 and block.forward.programs[0].key.training is False
+    assert moefx.graph(compiled, "") is block.graph is graph and block.spec.training is True
+    assert [text.split()[0] for text in moefx.explain(compiled).matched[0].also_for] == ["eval"]
 
 
 def test_an_auxiliary_loss_that_adds_up(x):

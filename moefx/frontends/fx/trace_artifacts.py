@@ -28,7 +28,7 @@ def log_artifacts(out: fx.GraphModule, explained: Text) -> None:
 def _iterate_texts(out: fx.GraphModule, explained: Text) -> Iterator[tuple[str, Text]]:
     yield "moefx_explain", explained
     for forward in find_rewritten_blocks(out).values():
-        yield f"moefx_region_{forward.name}", lambda f=forward: str(f.programs[0].history.graph)
+        yield f"moefx_region_{forward.name}", lambda f=forward: str(f.compiled_program.history.graph)
     yield "moefx_graph", lambda: out.print_readable(print_output=False)
 
 
