@@ -101,11 +101,12 @@ class BlockForward:
         if entry is not None:
             if torch.compiler.is_compiling():
                 return self._run(entry, leaves)
-            outer = running.block, running.counter
+            outer, has_failed = (running.block, running.counter), False
             running.block, running.counter = self.name, 0 if self.miss_counter is None else self.miss_counter.number
             try:
                 return self._run(entry, leaves)
             except (TypeError, RuntimeError, InvalidInput) as error:
+                has_failed = True
                 entry.absorbed.inspect(self.name)  # a parameter of an absorbed module may be gone
                 if not (replaced := entry.find_replaced()):
                     raise
@@ -119,6 +120,7 @@ class BlockForward:
                     ) from error
             finally:
                 running.block, running.counter = outer
+                self.counts.rewritten += not has_failed  # a checkpoint may stop its second run early: no failure
             return self(*args, **kwargs)  # try again without the failed program
         if self.expert_layout is not None:
             raise NotRewritten(
@@ -184,7 +186,6 @@ class BlockForward:
             found = self.requests.request(call, leaves, args, kwargs, known) or found
         if isinstance(found, str):
             return None, found or _NO_PROGRAM
-        self.counts.rewritten += 1
         return found, ""
 
     def _find_traced_entry(self, call: Specialization, leaves: Leaves) -> tuple[InstalledProgram | None, str]:

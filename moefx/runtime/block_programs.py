@@ -18,7 +18,7 @@ class CallCounts:
     """Eager calls of one block since it was compiled (calls inside a `torch.compile` region are not counted).
 
     Attributes:
-        rewritten: calls that ran a program.
+        rewritten: calls that ran a program without an error.
         original: calls that ran the original forward, on request or as a fallback. `moefx.blocks` shows this count as
             `fallbacks`.
         guard_failures: calls whose specialization has a program, but a guard of the program failed.

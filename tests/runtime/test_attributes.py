@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import moefx
 from moefx.runtime import block_forward, program_requests
@@ -550,7 +551,14 @@ def test_attributes_that_become_none(x):
         setattr(model, name, value), setattr(compiled, name, value)
         for _ in range(2):
             torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
-    assert count_calls(compiled)[1] == 0  # the original never ran
+    assert count_calls(compiled)[:2] == (6, 0)  # the failed run of a program does not count as a second call
+
+
+def test_recomputations_of_a_checkpoint_count(x):
+    """A checkpoint leaves its second run as soon as it has all tensors, by an exception."""
+    _, compiled = build_pair(x, Optional)
+    checkpoint(compiled, x, use_reentrant=False).sum().backward()
+    assert count_calls(compiled)[:2] == (2, 0)
 
 
 class Noisy(Optional):
@@ -581,6 +589,7 @@ def test_a_failed_call_with_effects_is_not_repeated(x, kind):
     model.bias = compiled.bias = None
     with pytest.raises(moefx.errors.AbsorbedModuleChanged, match=r"because bias was removed.*: call again"):
         compiled(x)
+    assert count_calls(compiled)[:2] == (0, 0)
     for _ in range(2):
         torch.manual_seed(1)
         expected = model(x)
