@@ -98,7 +98,7 @@ def check_block(
 
     Raises:
         InvalidInput: the original raises a RuntimeError, TypeError, ValueError or IndexError on the given inputs. Other
-            errors propagate.
+            errors propagate, except those that the original raises on other inputs: they become notes.
     """
     notes: list[str] = []
     inputs = (args, kwargs or {})
@@ -166,9 +166,9 @@ def _check_states(
                 block, block, block=name, call_original=call_forward, call_compiled=program, **subject_options
             )
             is_counted = crowd is not None and inputs is example and precision == plan[0][0]
+            chain = CallChain(subject)  # in sandboxes of its own: a program holds for the attributes of the moment
             try:
-                # in sandboxes of its own: a program holds for the attributes of the moment
-                comparison = CallChain(subject).compare(
+                comparison = chain.compare(
                     inputs,
                     RunOptions(seed, max_gradient_numel=largest),
                     case,
@@ -176,9 +176,10 @@ def _check_states(
                     work=work if is_counted else None,
                 )
             except Exception as error:
-                if inputs is example and not check.rows:
+                if (inputs is example and not check.rows) or not chain.is_original_error(error):
                     raise
-                check.notes.append(f"{name or 'block'}: the original raises {type(error).__name__} on {case}")
+                why = summarize_error(error.__cause__ or error)[:160]
+                check.notes.append(f"{name or 'block'}: the original raises {why} on {case}")
                 continue
             check.rows += comparison.rows
             check.notes += comparison.notes

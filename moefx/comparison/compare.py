@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..capture.code_locations import is_internal_error
 from ..errors import InvalidInput, summarize_error
 from .casts import NoCopies
 from .decisions import largest_magnitude
@@ -118,6 +119,7 @@ class CallChain:
         self.subject, self.scope, self.dtype = subject, Scope(), subject.working.dtype
         self.calls: list[_Call] = []
         self._boxes: dict[str, tuple[nn.Module, int]] = {}  # sandboxes with their numbers of calls
+        self._original_error: Exception | None = None  # of the last run of the original that failed
         self._align: AlignMode | None = None
 
     @property
@@ -159,6 +161,11 @@ class CallChain:
                 # run it again after the truth has measured the rounding of the routers
                 self._boxes.pop("compiled", None)
             return self._apply_rule(original, notes)
+
+    def is_original_error(self, error: Exception) -> bool:
+        """Return whether `compare` raised an error because the original's code or ops failed, and by no bug of ours."""
+        failed = self._original_error
+        return failed is not None and failed in (error, error.__cause__) and not is_internal_error(failed)
 
     def _apply_rule(self, original: Run, notes: list[str]) -> Comparison:
         """Judge the compiled run by the float64 truth, and by noise runs while rows fail."""
@@ -336,11 +343,15 @@ class CallChain:
             with contextlib.ExitStack() as stack:
                 if mode is not None and mode.promote:
                     stack.enter_context(NoCopies(find_common_dtype(self.subject.original, call.inputs)))
-                run = execute(
-                    box, call.inputs, call.options, mode=mode, cotangents=call.cotangents,
-                    call=self.subject.call_compiled if is_compiled else self.subject.call_original,
-                    cast=lambda t: change(t.to(dtype) if dtype else t),
-                )  # fmt: skip
+                try:
+                    run = execute(
+                        box, call.inputs, call.options, mode=mode, cotangents=call.cotangents,
+                        call=self.subject.call_compiled if is_compiled else self.subject.call_original,
+                        cast=lambda t: change(t.to(dtype) if dtype else t),
+                    )  # fmt: skip
+                except Exception as error:
+                    self._original_error = self._original_error if is_compiled else error
+                    raise
         assert run is not None
         self._boxes[which] = box, len(self.calls)
         return run

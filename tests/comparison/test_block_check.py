@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from moefx.capture import code_locations
+from moefx.comparison import compare, sandbox
 from moefx.comparison.block_check import BlockCheck, check_block
 from moefx.comparison.routing_tape import RecordingMode, Scope, Tape
 from moefx.comparison.work_count import WorkCount
@@ -152,6 +155,48 @@ def test_a_program_that_raises_is_a_mismatch_and_an_original_that_raises_is_an_e
     assert not result.ok and "IndexError: out of range" in result.reason
     with pytest.raises(InvalidInput, match=r"the reference does not run on .*RuntimeError"):
         check_block(make_block(), make_program(), (torch.randn(3, 5),))
+
+
+class Picky(Plain):
+    """Accept no negative inputs. Other router states have some."""
+
+    def forward(self, x):
+        assert not (x < 0).any(), "an input is negative"
+        return super().forward(x)
+
+
+def test_an_original_that_raises_on_other_inputs_is_noted():
+    result = check(plain := make_block(), x=tokens(2, 9).abs())
+    assert result.ok and not result.notes
+    plain.__class__ = Picky
+    result = check(plain, x=tokens(2, 9).abs())
+    assert result.ok and result.rows
+    assert result.notes and all(
+        "the original raises AssertionError: an input is negative" in note for note in result.notes
+    )
+
+
+@pytest.mark.parametrize("part", ["build_rows", "make_sandbox", "_copy_inputs"])
+def test_an_error_of_the_check_itself_is_raised(part, monkeypatch):
+    """A bug in comparing, casting or collecting results, after the first comparison, is no error of the original."""
+    module, compared = sandbox if part == "_copy_inputs" else compare, []
+    real, run = getattr(module, part), compare.CallChain.compare
+
+    def fail(*args, **kwargs):
+        if compared:
+            raise KeyError("a bug")
+        return real(*args, **kwargs)
+
+    def record(self, *args, **kwargs):
+        comparison = run(self, *args, **kwargs)
+        compared.append(comparison)
+        return comparison
+
+    monkeypatch.setattr(compare.CallChain, "compare", record)
+    monkeypatch.setattr(module, part, fail)
+    monkeypatch.setattr(code_locations, "PACKAGE_DIR", str(Path(__file__).parent))  # `fail` counts as ours
+    with pytest.raises(KeyError, match="a bug"):
+        check(make_block())
 
 
 def test_keyword_arguments_and_no_floating_point_inputs():
