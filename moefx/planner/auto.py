@@ -19,6 +19,7 @@ from ..errors import InvalidPlan, UnknownArchitecture
 from ..runtime.ranks.link_costs import DEFAULT_TOKENS
 from ..runtime.ranks.sharding import PIPELINE_AXIS, is_replica_axis
 from ..runtime.ranks.topology import resolve_node_size
+from ..util.module_names import quote_name
 from ..util.unit_text import amount
 from .architecture import Architecture
 from .decision import Candidate, Decision, Facts
@@ -48,13 +49,17 @@ def collect_facts(
         example_inputs: the user's example inputs of the model.
     """
     architecture: Architecture | str | None = None
-    total, length, source = DEFAULT_TOKENS, DEFAULT_TOKENS, "for want of example inputs"
+    total, length, source = DEFAULT_TOKENS, DEFAULT_TOKENS, "by default: there are no example inputs"
     try:
         if survey.matched:
             architecture = describe_survey(model, survey)
             if example_inputs is not None:
-                total = _count_call_tokens(survey, architecture.hidden_size)
-                length, source = _find_sequence_length(example_inputs, total), "as in the example inputs"
+                width = architecture.hidden_size
+                if (counted := _count_call_tokens(survey, width)) is None:
+                    source = f"by default: no input of {quote_name(survey.matched[0].names[0])} has an axis of {width}"
+                else:
+                    total, source = counted, "as in the example inputs"
+                    length = _find_sequence_length(example_inputs, total)
     except UnknownArchitecture as error:
         architecture = str(error)
     if plan.tokens is not None:
@@ -252,13 +257,12 @@ def _format_shortage_warning(least: Candidate, facts: Facts) -> str:
     )
 
 
-def _count_call_tokens(survey: Survey, width: int) -> int:
-    """Number of tokens in the first block's call, for the example inputs."""
+def _count_call_tokens(survey: Survey, width: int) -> int | None:
+    """Count the tokens in the first block's call, for the example inputs. None if no input has an axis of `width`."""
     call = survey.matched[0].call
     leaves = [t for t in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(t, torch.Tensor)]
-    return max(
-        next((t.numel() // width for t in leaves if t.is_floating_point() and width in t.shape), DEFAULT_TOKENS), 1
-    )
+    counts = (max(t.numel() // width, 1) for t in leaves if t.is_floating_point() and width in t.shape)
+    return next(counts, None)
 
 
 def _find_sequence_length(example_inputs: Any, total: int) -> int:

@@ -245,6 +245,27 @@ def test_tokens_come_from_the_plan_or_the_example():
         assert found.candidates[0].entry.memory["A_router"] == 4 * tokens * E
 
 
+class Embedding(Loop):
+    """A block that gets token ids, which do not have the width of the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, D)
+
+    def forward(self, ids):
+        return super().forward(self.embed(ids).flatten(0, 1))
+
+
+def test_the_origin_of_the_tokens_is_named():
+    for model, example, tokens, source in (
+        (Decoder(), IDS, 128, "as in the example inputs"),
+        (Decoder(), None, 4096, "by default: there are no example inputs"),
+        (Embedding(), IDS, 4096, f"by default: no input of '' (the model itself) has an axis of {D}"),
+    ):
+        facts = moefx.explain(model, plan=AUTO, example_inputs=example).planned.facts
+        assert (facts.sequences * facts.tokens, facts.source) == (tokens, source)
+
+
 def test_the_platform_of_the_environment(monkeypatch, tmp_path):
     model = Decoder()
     monkeypatch.setenv("MOEFX_PLATFORM", "frontier")
