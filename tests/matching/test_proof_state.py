@@ -8,7 +8,8 @@ import dataclasses
 import pytest
 import torch
 
-from moefx.errors import Refused
+from moefx.capture.tracing.concrete_routing import Routing
+from moefx.errors import CaptureError, Refused
 from moefx.matching.proof.evidence import find_value_lines, have_same_lines
 
 from .lift.small_blocks import Small
@@ -54,6 +55,16 @@ def test_a_form_with_other_slots_is_refused_and_changes_nothing():
     with pytest.raises(Refused, match="the number of slots per token"):
         proof.align_form(lift(new_proof(Small(k=1))))
     assert proof.evidence.forms == before
+
+
+def test_a_smaller_limit_of_nodes_holds_with_interventions():
+    proof = new_proof()
+    proof.evidence.add(lift(proof))
+    routing, sizes, forced = Routing("diverse", 1), {"S": 12}, {10**6: 1}
+    proof.capture(routing, sizes, forced)
+    for interventions in (None, forced):
+        with pytest.raises(CaptureError, match="more than 3 operations"):
+            proof.capture(routing, sizes, interventions, max_nodes=3)
 
 
 class Masked(Small):

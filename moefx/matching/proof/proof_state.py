@@ -102,7 +102,8 @@ class ProofState:
 
         Args:
             interventions: outcomes that are forced.
-            max_nodes: the largest number of nodes; 0 for any.
+            max_nodes: the largest number of nodes; 0 for any. With interventions, a multiple of the reference's nodes
+                is a limit, too.
 
         Raises:
             Refused, CaptureError: the capture cannot be followed. Errors of the program pass through.
@@ -120,7 +121,8 @@ class ProofState:
     ) -> Capture:
         args, kwargs = self._arguments.build_call(sizes, seed=routing.seed)
         if interventions and self.evidence.forms:  # a forced number may set how often a loop runs
-            max_nodes = _MAX_GROWTH * len(self.evidence.reference.capture.nodes)
+            largest = _MAX_GROWTH * len(self.evidence.reference.capture.nodes)
+            max_nodes = min(max_nodes or largest, largest)
         log = SizeLog(sizes, tuple(self._arguments.fixed.values()))
         try:
             captured = capture_block(
