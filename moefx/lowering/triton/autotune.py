@@ -3,7 +3,7 @@
 Only if `MOEFX_AUTOTUNE` asks for it, with the seconds that a process may spend: the first step waits for it. A kernel
 is timed in the call that needs it, on that call's tensors and routing; each trial writes the correct result. Results
 are cached in `MOEFX_CACHE` (~/.cache/moefx), in a file for each kind of GPU, version of Triton and version of the
-kernels.
+sources of the kernels.
 """
 
 from __future__ import annotations
@@ -166,9 +166,12 @@ def cache_file(gpu: str) -> Path | None:
 
 @functools.cache
 def _source_hash() -> str:
-    """Return a hash of everything that times depend on: Triton's version and this package's sources."""
-    digest = hashlib.sha256(triton.__version__.encode())
-    for file in sorted(Path(__file__).parent.glob("*.py")):
+    """Return a hash of Triton's version and of the sources that make the kernels: `lowering` and `lowering/triton`.
+
+    Times also depend on the driver and on torch, which results may outlive.
+    """
+    digest, folder = hashlib.sha256(triton.__version__.encode()), Path(__file__).parent
+    for file in (*sorted(folder.parent.glob("*.py")), *sorted(folder.glob("*.py"))):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:12]
 

@@ -258,6 +258,12 @@ class TestTuning:
         with pytest.raises(RuntimeError, match="illegal"):
             tuning.config("up", CPU, torch.bfloat16, FAR, 128, trial)
 
+    @pytest.mark.parametrize("source", ["lowering/formula.py", "lowering/epilogue.py", "lowering/triton/tiles.py"])
+    def test_another_source_of_the_kernels_has_another_file(self, source, monkeypatch):
+        real, found = Path.read_bytes, autotune._source_hash.__wrapped__()
+        monkeypatch.setattr(Path, "read_bytes", lambda p: real(p) + b"#" * p.as_posix().endswith(source))
+        assert autotune._source_hash.__wrapped__() != found
+
     def test_half_a_line_on_disk(self, gpu, caplog):
         first = gpu.config()
         file = autotune.cache_file(tuning.gpu_name(CPU))
