@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
 
-from ..errors import InvalidInput
+from ..errors import InvalidInput, MoefxError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -55,8 +55,8 @@ def capture_step(step: Callable[P, R], *, warm_up: int = 3) -> CapturedStep[P, R
 
     Raises:
         InvalidInput: `warm_up` is less than 1, or torch finds no GPU. The captured call raises it if the step cannot be
-            captured, and later calls if their arguments differ from the captured ones in more than values of tensors,
-            or if an option of an optimizer changed.
+            captured; other errors of the step propagate. Later calls raise it if their arguments differ from the
+            captured ones in more than values of tensors on the GPU, or if an option of an optimizer changed.
     """
     if warm_up < 1:
         raise InvalidInput(f"warm_up is {warm_up}: at least one eager step must create the optimizer's state")
@@ -138,20 +138,29 @@ class _Graph:
         self.optimizers: list[Optimizer] = []
         self.graph = torch.cuda.CUDAGraph()
         args, kwargs = pytree.tree_unflatten(self.inputs, tree)
+        failed: Exception | None = None
         hook = register_optimizer_step_post_hook(lambda optimizer, *_: self.optimizers.append(optimizer))
         torch.cuda.synchronize()
         try:
             # other threads, such as those of data loaders, may call what CUDA forbids in a capture
             with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
-                self.results = step(*args, **kwargs)
-        except Exception as error:
+                try:
+                    self.results = step(*args, **kwargs)
+                except Exception as error:
+                    failed = error
+                    raise
+        except Exception as error:  # also an error of the end of the capture, which hides that of the step
+            if failed is not None and not _is_capture_error(failed):
+                raise failed  # noqa: B904 - as the step raised it
+            cause = failed or error
             raise InvalidInput(
-                f"the step cannot be captured as a CUDA graph: {type(error).__name__}: {error}. A captured step reads "
+                f"the step cannot be captured as a CUDA graph: {type(cause).__name__}: {cause}. A captured step reads "
                 "no value on the host (`.item()`, `print`, `if loss > ...`), copies nothing to or from the CPU, and "
                 "has optimizers with capturable=True"
-            ) from error
+            ) from cause
         finally:
             hook.remove()
+        self.expected = [_copy_host_value(leaf) for leaf in self.inputs]
         self.options = dict(self._read_options())
 
     def replay(self, leaves: list[Any], tree: pytree.TreeSpec) -> Any:
@@ -159,7 +168,7 @@ class _Graph:
             raise InvalidInput(
                 f"the step was captured with arguments of the form {self.tree}, and is called with {tree}"
             )
-        for number, (static, argument) in enumerate(zip(self.inputs, leaves, strict=True)):
+        for number, (static, argument) in enumerate(zip(self.expected, leaves, strict=True)):
             if described := _describe_difference(static, argument):
                 raise InvalidInput(
                     f"argument {number} of the captured step {described}: a graph has the shapes and numbers of its "
@@ -199,22 +208,53 @@ class _Graph:
     def free(self) -> None:
         torch.cuda.synchronize()
         self.graph.reset()
-        self.inputs, self.results = [], None
+        self.inputs, self.expected, self.results = [], [], None
 
 
 def _is_on_gpu(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_cuda
 
 
+def _copy_host_value(value: Any) -> Any:
+    """Copy a tensor on the CPU or a NumPy array: the caller may fill it with other values, which no graph sees."""
+    if isinstance(value, Tensor):
+        return value if value.is_cuda else value.clone()
+    return value.copy() if _is_numpy(value) else value
+
+
+def _is_numpy(value: Any) -> bool:
+    """Return whether a value is an array or a number of NumPy, which may be absent."""
+    return type(value).__module__ == "numpy" and hasattr(value, "tobytes")
+
+
+def _is_capture_error(error: Exception) -> bool:
+    """Return whether an error of the step arises because a CUDA graph is being captured: torch, CUDA and the ops of
+    this package say so."""
+    return isinstance(error, (RuntimeError, MoefxError)) and "captur" in str(error).lower()
+
+
+def _is_equal(static: Any, argument: Any) -> bool:
+    """Return whether two arguments on the CPU are equal: tensors of one shape and dtype, or other values. NaN equals
+    NaN."""
+    if isinstance(static, Tensor):
+        is_nan = (static != static) & (argument != argument)
+        return torch.equal(static, argument) or bool(((static == argument) | is_nan).all())
+    if static is argument or type(static) is not type(argument):
+        return static is argument
+    if _is_numpy(static):
+        forms = [(value.shape, value.dtype, value.tobytes()) for value in (static, argument)]
+        return forms[0] == forms[1]
+    return bool(static == argument) or (static != static and argument != argument)
+
+
 def _describe_difference(static: Any, argument: Any) -> str:
     """Say how an argument differs from the captured one in more than the values of a tensor on the GPU; "" if not."""
     if not isinstance(static, Tensor) or not isinstance(argument, Tensor):
-        same = type(static) is type(argument) and static == argument
-        return "" if same else f"changed from {static!r} to {argument!r} since the capture"
+        return "" if _is_equal(static, argument) else f"changed from {static!r} to {argument!r} since the capture"
     if static.shape != argument.shape or static.dtype != argument.dtype:
         captured, now = (f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in (static, argument))
         return f"changed from {captured} to {now} since the capture"
-    if not static.is_cuda and (argument.is_cuda or not torch.equal(static, argument)):
+    if not static.is_cuda and (argument.is_cuda or not _is_equal(static, argument)):
         return "was on the CPU in the capture, and has other values now"
     return ""
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import moefx
 from moefx.errors import InvalidInput
@@ -38,6 +41,69 @@ def test_options_in_tensors_on_the_cpu_are_numbers_of_the_graph():
     rate.fill_(0.25)
     with pytest.raises(InvalidInput, match=r"`lr` of group 0 of optimizer 0 \(AdamW\) changed from 0.5 to 0.25"):
         graph._check_options()
+
+
+@pytest.mark.parametrize(
+    "value, other",
+    [
+        (float("nan"), 1.0),
+        (1, True),
+        (numpy.arange(3.0), numpy.arange(4.0)),
+        (numpy.array([1, numpy.nan]), numpy.array([1.0, 2.0])),
+        (numpy.float32(2), numpy.float32(3)),
+        (torch.tensor([1, float("nan")]), torch.tensor([1, 2.0])),
+        (torch.tensor([True]), torch.tensor([False])),
+    ],
+)
+def test_host_arguments_are_compared_by_value(value, other):
+    expected = captured_step._copy_host_value(value)
+    for same in (value, copy.deepcopy(value)):
+        assert not captured_step._describe_difference(expected, same)
+    assert captured_step._describe_difference(expected, other)
+    if isinstance(value, (numpy.ndarray, Tensor)):
+        value[:1] = 0 if value[0] else 1  # the captured step still has the old number
+        assert captured_step._describe_difference(expected, value)
+
+
+class Recording(contextlib.AbstractContextManager):
+    """A context in the place of `torch.cuda.graph`. Its end may fail, as after a call that CUDA refused."""
+
+    def __init__(self, fails: bool):
+        self.fails = fails
+
+    def __exit__(self, *_):
+        if self.fails:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+
+REFUSED = RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(
+    "error, is_of_capture",
+    [
+        (KeyError("labels"), False),
+        (RuntimeError("shapes cannot be multiplied"), False),
+        (torch.OutOfMemoryError("8 GiB"), False),
+        (REFUSED, True),
+        (moefx.MoefxError("this copies to the host, and a CUDA graph is being captured"), True),
+    ],
+)
+def test_an_error_of_the_step_itself_passes_through(monkeypatch, error, is_of_capture, fails):
+    def step():
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *args, **options: Recording(fails))
+    with pytest.raises(InvalidInput if is_of_capture else type(error)) as raised:
+        _Graph(step, *pytree.tree_flatten(((), {})), stream=None)
+    if is_of_capture:
+        assert raised.value.__cause__ is error
+        assert f"cannot be captured as a CUDA graph: {type(error).__name__}: {error}" in str(raised.value)
+    else:
+        assert raised.value is error
 
 
 class FreedStep:
@@ -190,6 +256,37 @@ class TestOnGpu:
             step(batch(1))
         assert all(map(torch.equal, plain.model.parameters(), before))  # the failed step trained nothing
         plain(batch(1))  # the process is unchanged
+
+    def test_a_step_that_fails_itself_passes_its_error_on(self, compiled):
+        plain, failing = Training(copy.deepcopy(compiled)), []
+        stream = torch.cuda.current_stream()
+
+        def train(x):
+            plain.model(x)
+            if failing:
+                raise KeyError("labels")
+            return plain(x)
+
+        step = moefx.capture_step(train, warm_up=1)
+        step(batch(0))
+        failing.append(True)
+        with pytest.raises(KeyError, match="labels"):
+            step(batch(1))
+        assert torch.cuda.current_stream() == stream
+        failing.clear()
+        for seed in range(2):
+            step(batch(seed))
+        assert step.is_captured
+
+    def test_host_arguments_may_be_equal_only(self, compiled):
+        plain = Training(copy.deepcopy(compiled))
+        step = moefx.capture_step(lambda x, numbers, limit: plain(x), warm_up=1)
+        numbers = numpy.arange(3)
+        for seed in range(4):
+            step(batch(seed), numbers, float("nan"))
+        numbers[0] = 5
+        with pytest.raises(InvalidInput, match="argument 1 of the captured step changed"):
+            step(batch(0), numbers, float("nan"))
 
     def test_a_freed_step_keeps_its_results_and_refuses_calls(self, pair):
         _, step = pair
