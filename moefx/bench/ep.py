@@ -228,8 +228,8 @@ def build_steps(
         if name != "one":
             dispatch, *fields = name.split(",")
             fields_of_plan = dict(dispatch=dispatch, node_size=node_size)
-            for name, _, value in (field.partition("=") for field in fields):
-                fields_of_plan[name] = _parse_field(value)
+            for key, _, value in (field.partition("=") for field in fields):
+                fields_of_plan[key] = _parse_field(value)
         plan = moefx.Plan(validation="symbolic", **fields_of_plan)
         compiled = moefx.compile(layer, mesh=mesh if fields_of_plan else None, plan=plan, example_inputs=example)
         steps[variant] = (GraphStep if is_captured else Step)(compiled, shape)
