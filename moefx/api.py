@@ -69,6 +69,8 @@ def compile(
         InvalidPlan: a plan field has an invalid value, does not fit the mesh, or names an unknown pass; or the ranks of
             the mesh have different plans or models.
         Refused: with a mesh, a block whose experts cannot be spread over ranks.
+        MoefxError: the model is sharded by FSDP already, or an attribute of a module cannot be copied (then with
+            `strict` or a mesh only).
         UnknownPlatform: the plan is `"auto"`, and MOEFX_PLATFORM names no platform.
     """
     plan, original = _check_plan(plan, mesh), model
@@ -148,6 +150,7 @@ def explain(
 
     Raises:
         InvalidPlan: as in `compile`. CaptureError, InvalidInput: the model does not run on the example.
+        MoefxError: the model is sharded by FSDP already.
     """
     target: Any = model
     if is_compiled_function(target):
