@@ -1,11 +1,12 @@
 """The stash: device memory in which the experts of all layers keep activations for the backward.
 
-With `dispatch="gather"` only the device knows how many rows a rank's experts get, and a tensor for the worst case would
-be W times too large on W ranks. So each forward appends its rows to a ring that all layers share. The device counts the
-rows from the start of the process: a forward reserves the next ones, and its ticket stores where they begin. When the
-ring is full, new rows overwrite the oldest. A backward finds its rows if no more than the ring's rows were reserved
-since they were; otherwise it computes them again from its inputs. The results are equal bit by bit: the stash is a
-cache, and its size changes the time only. Tickets need no release, so backwards may come in any order, twice, or never.
+With `dispatch="gather"` and `"pull"` only the device knows how many rows a rank's experts get, and a tensor for the
+worst case would be W times too large on W ranks. So each forward appends its rows to a ring that all layers share. The
+device counts the rows from the start of the process: a forward reserves the next ones, and its ticket stores where they
+begin. When the ring is full, new rows overwrite the oldest. A backward finds its rows if no more than the ring's rows
+were reserved since they were; otherwise it computes them again from its inputs. The results are equal bit by bit: the
+stash is a cache, and its size changes the time only. Tickets need no release, so backwards may come in any order,
+twice, or never.
 
 One stream at a time writes and reads: a call on another stream waits for the last one. Replays of CUDA graphs are not
 ordered with calls on other streams, or with each other: run them on one stream.
@@ -91,8 +92,8 @@ def find_stash(num_rows: int, widths: Sequence[int], dtype: torch.dtype, device:
     if stash is None or stash.num_rows < num_rows:
         if is_captured:
             raise InvalidInput(
-                'the memory in which `dispatch="gather"` keeps activations cannot be allocated while a CUDA graph is '
-                "captured: run the step once, with the same number of tokens, before the capture "
+                'the memory in which `dispatch="gather"` and `"pull"` keep activations cannot be allocated while a '
+                "CUDA graph is captured: run the step once, with the same number of tokens, before the capture "
                 "(moefx.capture_step does)"
             )
         stash = _make_stash(key, num_rows)
