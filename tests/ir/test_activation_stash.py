@@ -42,7 +42,7 @@ def test_a_capture_needs_a_ring_made_before(monkeypatch):
     monkeypatch.setattr(activation_stash, "_captured", set())
     assert find_stash(8, [4], torch.float32, CPU) is stash
     assert activation_stash._captured == {stash}  # its address is in the graph
-    with pytest.raises(InvalidInput, match=r"`\"pull\"` keep.*: run the step once, with the same number"):
+    with pytest.raises(InvalidInput, match=r'`"pull"` keep.*: run the step once, with the same number'):
         find_stash(9, [4], torch.float32, CPU)
 
 
