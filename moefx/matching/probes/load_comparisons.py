@@ -31,8 +31,8 @@ from ..facts.graph_nodes import depends_on_routing
 from ..facts.integer_ranges import UNBOUNDED, IntegerRanges, find_token_sizes
 from ..facts.op_classes import ORDERED, TWO_SIDED
 from ..interventions.forced_outcome import ForcedStep, OutcomeKind, force_outcome, refuse_change, repeat_outcome
+from ..interventions.open_reads import is_unbounded
 from ..lift.lifter import NothingRouted
-from .branch_outcomes import is_unbounded
 from .unreached_limits import MAX_CROWD_TOKENS, choose_even_sizes, is_made_of_rows
 
 if TYPE_CHECKING:
