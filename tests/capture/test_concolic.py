@@ -590,7 +590,7 @@ class TestPieces:
         assert [str(g) for g in captured.sizes.guards] == ["S > 4"]
 
     def test_effect_is_plain_data(self):
-        assert [f.name for f in dataclasses.fields(Effect)] == ["kind", "target", "node"]
+        assert [f.name for f in dataclasses.fields(Effect)] == ["kind", "target", "node", "source"]
 
     def test_same_routing_gives_the_same_graph_and_numbers(self):
         block = Fn(

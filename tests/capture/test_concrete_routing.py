@@ -147,4 +147,4 @@ class TestIntegers:
         assert Routing().vary_integers(torch.empty(3, dtype=torch.long, device="meta"), "b").tolist() == [0, 0, 0]
         counts = {Routing("diverse", seed).vary_integers(torch.tensor(5), "b").item() for seed in range(30)}
         assert counts == {4, 5, 6, 7}
-        assert Routing("diverse", 2).vary_integers(torch.tensor([True, False]), "b").tolist() == [True, False]
+        assert Routing("diverse", 2).vary_integers(torch.tensor([True, False]), "b").tolist() == [False, True]

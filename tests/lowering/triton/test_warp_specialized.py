@@ -20,7 +20,6 @@ pytestmark = [
         not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="kernels for sm90"
     ),
 ]
-CONFIGS |= dict.fromkeys(["up", "act_backward"], dataclasses.replace(ROLES, stages=3))
 SEPARATE = dict.fromkeys(CONFIGS, dataclasses.replace(ROLES, fused=False, gather_first=True))
 POINT, PRODUCT = {"hopper_up_kernel", "hopper_act_backward_kernel"}, {"hopper_rows_kernel", "hopper_outer_kernel"}
 

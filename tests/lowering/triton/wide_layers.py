@@ -14,6 +14,7 @@ from .layers import stack_storage
 
 ROLES = Config(128, 256, 64, warps=8, stages=4, persistent=1, roles=True)
 CONFIGS = dict.fromkeys(["down", "grad_x", "grad_up", "grad_down"], ROLES)
+CONFIGS |= dict.fromkeys(["up", "act_backward"], dataclasses.replace(ROLES, stages=3))
 NARROW = CONFIGS | dict.fromkeys(["up", "act_backward"], dataclasses.replace(ROLES, bn=128, stages=6))
 GATHERED = {kernel: dataclasses.replace(tiles, gather_first=True) for kernel, tiles in CONFIGS.items()}
 

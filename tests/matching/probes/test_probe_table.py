@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import moefx
+import moefx.matching.first_captures
 import moefx.matching.prove
 from moefx.matching.probes.expert_coverage import _count_experts
 from moefx.matching.probes.probe import Probe
@@ -351,7 +352,7 @@ def remove_probe(monkeypatch, name):
     """Leave out a probe and its repetitions. Later steps need the number of experts from `show_all_experts`, and the
     first captures show experts in its place."""
     if name == "show_all_experts":
-        monkeypatch.setattr(moefx.matching.prove, "choose_unseen_experts", lambda state: ())
+        monkeypatch.setattr(moefx.matching.first_captures, "choose_unseen_experts", lambda state: ())
     count = Probe(lambda state: state.set_num_experts(_count_experts(state)), "no proof at all")
     for names in ("COVERAGE", "INTERVENTIONS", "CONFIRMATIONS"):
         probes = [count if p.name == name == "show_all_experts" else p for p in getattr(moefx.matching.prove, names)]
