@@ -139,11 +139,12 @@ def explain(
     """Explain which blocks `compile` rewrites in a model, or rewrote in a compiled one, with the numeric check.
 
     Args:
+        model: a plain model, a compiled one, or a function of `torch.compile`. It stays as it is.
+        example_inputs, plan: as for `compile`.
         mesh: show how `compile(mesh=mesh)` would spread the experts. Blocks for which it would raise are listed as
             refused. The model keeps its parameters. Collective over the expert axis, as `compile` is: its ranks agree
             on the blocks, make process groups, and measure bandwidths for `Plan(dispatch="auto")`; collective over the
             whole mesh if the planner decides. A compiled model says how it was spread, without communication.
-        example_inputs: as for `compile`.
         trace: print the steps of each proof, too: the attempts and the probes that ran, and for a refused block how far
             each node came that was tried as the routed sum, and each integer tensor that was tried as its expert index.
         verbose: print the counters of this process, too: the providers that ran, and how their GEMMs read weights.

@@ -38,7 +38,7 @@ class RankGroup:
 
     @contextlib.contextmanager
     def raise_together(self) -> Iterator[None]:
-        """Raise after the block on every rank if it raised on one of them. Collective; the block must not be.
+        """If the block raises on any rank, raise on all ranks. Collective; the block must not communicate.
 
         Raises:
             MoefxError: the block raised on another rank. A rank whose own block raised raises that error.

@@ -48,7 +48,8 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_sha
 
     - `incomplete-save`: the earlier checkpoint is as it was. The next save removes this folder.
     - `complete-save`: the new checkpoint, some of whose files are not in place yet. `load_pretrained(folder)` reads it;
-      for transformers, pass this folder to `from_pretrained`. The next save puts the rest in place.
+      for transformers, pass this folder to `from_pretrained`. The next save puts the rest in place. On a file system
+      without hard links it may hold the rest only: then save again, or move its files into `folder`.
 
     Args:
         model: any module, or a `Pipeline`.

@@ -4,7 +4,7 @@ The folder may be a mount point or the current one, and may have other files. So
 inside of it, which is renamed when they are complete, and then linked into place one by one:
 
     folder/incomplete-save    while files are written; the earlier checkpoint is complete
-    folder/complete-save      while files are put in place; holds all new files
+    folder/complete-save      while files are put in place; holds all new files, on file systems with hard links
 
 Every checkpoint has an entry file, without which nothing loads it, such as the index of several files. The earlier
 entry file is removed first, and the new one is put in place last: no reader mixes files of two checkpoints.
@@ -30,8 +30,9 @@ def replace_checkpoint(
 ) -> Iterator[Path]:
     """Yield a new folder for files, and put them in the place of an earlier checkpoint after the block. Collective.
 
-    Leaves the earlier checkpoint as it is if the block raises. On a file system without hard links, a process that is
-    killed while files are put in place leaves some of them in `complete-save` alone; the next save moves them.
+    Leaves the earlier checkpoint as it is if the block raises; it must raise on all ranks (`RankGroup.raise_together`).
+    On a file system without hard links, a process that is killed while files are put in place leaves some of them in
+    `complete-save` alone; the next save moves them.
 
     Args:
         folder: is created if it does not exist.

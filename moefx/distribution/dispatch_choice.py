@@ -32,7 +32,8 @@ def choose_routes(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tuple[E
     """Choose the dispatch of the rows. Returns it with the reason. Collective if the plan says "auto" or "pull".
 
     Raises:
-        InvalidPlan: "gather" is planned, and the process group cannot run it.
+        InvalidPlan: "gather" is planned, and the process group cannot run it; or "pull" with `max_tokens`, and it can
+            run neither.
     """
     dispatch, reason = plan.dispatch, "as planned"
     if dispatch in ("rbd", "halo") and len(axis.topology.sizes) == 1:
@@ -42,6 +43,8 @@ def choose_routes(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tuple[E
     if dispatch == "pull" and (obstacle := find_obstacle(axis)):
         dispatch = "gather" if _has_reduce_scatter(axis) else "dedup"
         reason = f"{dispatch!r} for the planned 'pull': {obstacle}"
+        if dispatch == "dedup" and plan.max_tokens is not None:
+            raise InvalidPlan(f"Plan(max_tokens={plan.max_tokens}) has no effect on {reason}: leave max_tokens out")
     if dispatch == "gather" and not _has_reduce_scatter(axis):
         raise InvalidPlan(
             f"Plan(dispatch='gather') on {axis.mesh.device_type}: gloo has no reduce-scatter there. Use NCCL, or "

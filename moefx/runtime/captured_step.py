@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -128,11 +128,7 @@ class _Graph:
     """The graph of a step, with its inputs, results, and the options of the optimizers that it runs."""
 
     def __init__(self, step: Callable[..., Any], leaves: list[Any], tree: pytree.TreeSpec, stream: torch.cuda.Stream):
-        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
-            raise InvalidInput(
-                "an argument of the captured step requires a gradient, which would be that of a copy: detach it, or "
-                "create the leaf inside of the step"
-            )
+        _refuse_gradients(leaves)
         self.tree = tree
         self.inputs = [leaf.clone() if _is_on_gpu(leaf) else leaf for leaf in leaves]
         self.optimizers: list[Optimizer] = []
@@ -168,6 +164,7 @@ class _Graph:
             raise InvalidInput(
                 f"the step was captured with arguments of the form {self.tree}, and is called with {tree}"
             )
+        _refuse_gradients(leaves)
         for number, (static, argument) in enumerate(zip(self.expected, leaves, strict=True)):
             if described := _describe_difference(static, argument):
                 raise InvalidInput(
@@ -209,6 +206,14 @@ class _Graph:
         torch.cuda.synchronize()
         self.graph.reset()
         self.inputs, self.expected, self.results = [], [], None
+
+
+def _refuse_gradients(leaves: Sequence[Any]) -> None:
+    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+        raise InvalidInput(
+            "an argument of the captured step requires a gradient, which would be that of a copy: detach it, or create "
+            "the leaf inside of the step"
+        )
 
 
 def _is_on_gpu(value: Any) -> bool:
@@ -254,7 +259,9 @@ def _describe_difference(static: Any, argument: Any) -> str:
     if static.shape != argument.shape or static.dtype != argument.dtype:
         captured, now = (f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in (static, argument))
         return f"changed from {captured} to {now} since the capture"
-    if not static.is_cuda and (argument.is_cuda or not _is_equal(static, argument)):
+    if static.is_cuda != argument.is_cuda:
+        return f"was on {static.device} in the capture, and is on {argument.device} now"
+    if not static.is_cuda and not _is_equal(static, argument):
         return "was on the CPU in the capture, and has other values now"
     return ""
 

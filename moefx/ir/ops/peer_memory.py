@@ -91,7 +91,7 @@ class PeerMemory:
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self._group, self._device = weakref.ref(group), device
         self._shared = SharedBuffers([], lambda: None)
-        self._captured: list[SharedBuffers] = []  # their addresses are in CUDA graphs
+        self._captured: list[SharedBuffers] = []  # kept as long as this: their addresses are in CUDA graphs
         self._stream: torch.cuda.Stream | None = None
         self._views: dict[tuple[Any, ...], _PeerViews] = {}
 
@@ -118,7 +118,7 @@ class PeerMemory:
         """Copy this rank's columns to its buffer. Returns each rank's columns, [num_rows, width].
 
         Args:
-            room: number of rows that fit without a larger buffer.
+            room: number of rows to allocate memory for, equal on all ranks.
         """
         key = (num_rows, columns[0].shape[0], *[(c.dtype, c.shape[1]) for c in columns])
         views = self._views.get(key) or self._build_views(key, columns, num_rows, room)
@@ -189,7 +189,8 @@ def shared_columns(columns: Sequence[Tensor], num_rows: int, group: str, room: i
     Args:
         num_rows: number of rows that all ranks share, at least those of `columns`; rows behind them hold any values in
             columns of floating dtype, and -1 in those of integers.
-        room: number of such rows that later exchanges share: with it they need no larger buffer.
+        room: number of such rows to allocate memory for, if later exchanges share more than `num_rows`; equal on all
+            ranks.
 
     Yields:
         For each rank, its columns. They may be read until the end of the context. If it ends with an error, the other

@@ -8,8 +8,8 @@ it adds a form that must agree with the others, adds a guard on sizes, or raises
         form = proof.capture_and_lift(first.capture.routing.restart(), first.sizes, interventions)
         proof.add_form(form)  # raises Refused if the form differs
 
-`ProofState` implements both protocols, and documents each method. `forced_outcome.force_outcome` does these steps for a
-forced outcome, with a refusal that names the step.
+`ProofState` implements `ProofView`, and its `Evidence` implements `EvidenceView`. They document each method.
+`forced_outcome.force_outcome` does these steps for a forced outcome, with a refusal that names the step.
 """
 
 from __future__ import annotations

@@ -100,6 +100,9 @@ class ProofState:
     ) -> Capture:
         """Capture the block once.
 
+        A program may index something with an integer of its call, and the integers of captures vary. If that raises an
+        `IndexError`, this and all later captures have the call's own numbers, and the proof holds for these only.
+
         Args:
             interventions: outcomes that are forced.
             max_nodes: the largest number of nodes; 0 for any. With interventions, a multiple of the reference's nodes
@@ -111,8 +114,8 @@ class ProofState:
         try:
             return self._capture(routing, sizes, interventions, max_nodes)
         except IndexError:
-            if (fixed := self._arguments.with_fixed_integers()) is None:
-                raise
+            if interventions or (fixed := self._arguments.with_fixed_integers()) is None:
+                raise  # with interventions, a forced number may be the index
             self._arguments = fixed
             return self._capture(routing, sizes, interventions, max_nodes)
 
