@@ -79,6 +79,16 @@ class Recording(contextlib.AbstractContextManager):
 REFUSED = RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
 
+def test_a_later_argument_may_not_require_a_gradient(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *args, **options: Recording(False))
+    leaves, tree = pytree.tree_flatten(((torch.zeros(3),), {}))
+    graph = _Graph(lambda x: x.sum(), leaves, tree, stream=None)
+    with pytest.raises(InvalidInput, match="requires a gradient"):
+        graph.replay([torch.zeros(3, requires_grad=True)], tree)
+
+
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize(
     "error, is_of_capture",
@@ -224,6 +234,8 @@ class TestOnGpu:
             ((batch(0, 41),), {"scale": 2.0}, rf"changed from float32\[40, {D}\] to float32\[41, {D}\]"),
             ((batch(0).double(),), {"scale": 2.0}, rf"to float64\[40, {D}\]"),
             ((batch(0),), {"scale": 3.0}, "changed from 2.0 to 3.0"),
+            ((batch(0).cpu(),), {"scale": 2.0}, "was on cuda:0 in the capture, and is on cpu now"),
+            ((batch(0).requires_grad_(),), {"scale": 2.0}, "requires a gradient"),
             ((batch(0),), {}, "is called with"),
         ):
             with pytest.raises(InvalidInput, match=message):
