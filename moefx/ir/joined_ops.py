@@ -49,7 +49,6 @@ class Wiring(NamedTuple):
 
 
 # -- the ways to run
-# ------------------------------------------------------------------------------------------------------
 
 
 def _run_op(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any], Any]:

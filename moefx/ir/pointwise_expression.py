@@ -98,7 +98,6 @@ def infer_dtype(expr: Expr, dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
 
 
 # -- evaluation
-# --------------------------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=4096)
@@ -176,7 +175,6 @@ def _infer_dtype(text: str, dtypes: tuple[tuple[str, torch.dtype], ...]) -> torc
 
 
 # -- printing
-# ----------------------------------------------------------------------------------------------------------
 
 
 def _format_with_precedence(expr: Expr) -> tuple[str, int]:

@@ -148,7 +148,6 @@ def to_number(number: float) -> Any:
 
 
 # -- source text
-# ------------------------------------------------------------------------------------------------------
 
 
 def write_function(name: str, parameters: Sequence[str], results: Sequence[Any]) -> str:

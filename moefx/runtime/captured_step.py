@@ -267,7 +267,6 @@ def _describe_difference(static: Any, argument: Any) -> str:
 
 
 # -- the end of process groups
-# ------------------------------------------------------------------------------------------------------
 
 _captured: weakref.WeakSet[CapturedStep[Any, Any]] = weakref.WeakSet()
 # functions that take the place of `ProcessGroup.shutdown`, with the attribute of the class that each replaced: of C++

@@ -163,9 +163,7 @@ def split_model(
     if sum(counts) != len(keys):
         raise InvalidPlan(f"split={{{layers!r}: {list(counts)}}} has {sum(counts)} layers, the model {len(keys)}")
     outer = _list_outer_modules(model, layers)
-    with_parameters = [
-        outer_name for outer_name in outer if next(model.get_submodule(outer_name).parameters(), None) is not None
-    ]
+    with_parameters = [name for name in outer if next(model.get_submodule(name).parameters(), None) is not None]
     dry_run = DryRun(model, layers, with_parameters)
     end_by_module = _run_examples(dry_run, model, example_inputs)
     last = len(counts) - 1

@@ -340,7 +340,6 @@ def _counts_layout(levels: tuple[int, ...], position: int, counts_node: bool) ->
 
 
 # -- registration
-# ------------------------------------------------------------------------------------------------------
 
 
 @place_choices.fake

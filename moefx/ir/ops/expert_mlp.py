@@ -257,7 +257,6 @@ def weight_gradient(call: ExpertMlpCall, *columns: Tensor | None) -> Tensor:
 
 
 # -- registration
-# ------------------------------------------------------------------------------------------------------
 
 
 @expert_mlp.fake

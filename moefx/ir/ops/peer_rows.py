@@ -26,7 +26,6 @@ from .token_gather import choose_length, fake_length
 from .uneven_all_to_all import get_group
 
 # -- kernels
-# ------------------------------------------------------------------------------------------------------
 
 
 @op(
@@ -65,7 +64,6 @@ def add_rows(peers: list[Tensor], place: Tensor, *, experts_per_rank: int, first
 
 
 # -- tokens to experts
-# ------------------------------------------------------------------------------------------------------
 
 
 @op(
@@ -116,7 +114,6 @@ def pull_tokens_backward(grads: list[Tensor], place: Tensor, *, experts_per_rank
 
 
 # -- sums to the ranks of the tokens
-# ------------------------------------------------------------------------------------------------------
 
 
 @op(
@@ -154,7 +151,6 @@ def _add_own_rows(columns: list[Tensor], place: Tensor, experts_per_rank: int, g
 
 
 # -- registration
-# ------------------------------------------------------------------------------------------------------
 
 read_rows.fake(lambda peers, slots, **_: peers[0].new_empty((slots.shape[0], peers[0].shape[1])))
 add_rows.fake(lambda peers, place, **_: peers[0].new_empty((place.shape[0], peers[0].shape[1])))
@@ -176,7 +172,6 @@ pull_sums_backward.fake(lambda grad, slots, **_: grad.new_empty((slots.shape[0],
 
 
 # -- derivatives
-# ------------------------------------------------------------------------------------------------------
 
 read_rows.without_gradient()
 add_rows.without_gradient()

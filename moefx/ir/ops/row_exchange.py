@@ -55,7 +55,6 @@ def _read_splits(splits: Tensor) -> tuple[list[int], list[int]]:
 
 
 # -- layout of rows
-# ------------------------------------------------------------------------------------------------------
 
 
 class _Values(NamedTuple):
@@ -90,7 +89,6 @@ def _make_ticket(template: Tensor, num_rows: Any, width: Any, dtype: torch.dtype
 
 
 # -- dispatch
-# ------------------------------------------------------------------------------------------------------
 
 
 @op(
@@ -204,7 +202,6 @@ def wait_rows_backward(
 
 
 # -- combine
-# ------------------------------------------------------------------------------------------------------
 
 
 @op(
@@ -251,7 +248,6 @@ def wait_sums_backward(grad: Tensor, ticket: Tensor, *plan: Tensor, group: str) 
 
 
 # -- registration
-# ------------------------------------------------------------------------------------------------------
 
 
 def _unknown_size() -> Any:
@@ -301,7 +297,6 @@ wait_sums_backward.fake(lambda grad, ticket, *plan, group: ticket.new_empty(tick
 
 
 # -- derivatives
-# ------------------------------------------------------------------------------------------------------
 
 
 def _save_rows(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> None:

@@ -60,7 +60,6 @@ def _pad_rows(x: Tensor, length: int) -> Tensor:
 
 
 # -- registration
-# ------------------------------------------------------------------------------------------------------
 
 
 def _empty_shard(x: Tensor, rank: int, size: int) -> Tensor:

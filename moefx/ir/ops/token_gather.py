@@ -29,7 +29,6 @@ from .row_packing import Column, Layout, join_columns, split_columns
 from .uneven_all_to_all import format_ranks, get_group, raise_ranks_lost, refuse_capture, wait
 
 # -- lengths
-# ------------------------------------------------------------------------------------------------------
 
 
 @op(
@@ -99,7 +98,6 @@ def _choice_columns(choices: Sequence[Tensor], place: Tensor) -> Layout:
 
 
 # -- there
-# ------------------------------------------------------------------------------------------------------
 
 
 @op(
@@ -180,7 +178,6 @@ def wait_gathered_backward(grads: list[Tensor], tickets: list[Tensor], *, size: 
 
 
 # -- back
-# ------------------------------------------------------------------------------------------------------
 
 
 @op(
@@ -233,7 +230,6 @@ def start_scatter(parts: Sequence[Tensor], size: int, group: str) -> list[Tensor
 
 
 # -- registration
-# ------------------------------------------------------------------------------------------------------
 
 
 def fake_length(length: Any, max_tokens: int) -> Any:
@@ -276,7 +272,6 @@ wait_scattered_backward.fake(lambda grad, ticket, **_: ticket.new_empty(ticket.s
 
 
 # -- derivatives
-# ------------------------------------------------------------------------------------------------------
 
 
 def _save_gather(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> None:

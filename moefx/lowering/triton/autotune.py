@@ -145,7 +145,6 @@ def _does_not_fit(error: Exception) -> bool:
 
 
 # -- on disk
-# -------------------------------------------------------------------------------------------
 
 
 def cache_directory() -> Path | None:

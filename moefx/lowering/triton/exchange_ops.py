@@ -18,7 +18,7 @@ from triton import next_power_of_2
 
 from ...ir.ops import exchange_routes
 from ...ir.ops.row_packing import Column, Layout, layout_of_rows, max_rows
-from . import destination_kernels as _places
+from . import destination_kernels
 from . import row_kernels as rows
 from .build_pft import build_pft
 from .launch import cdiv, choose_block, launch, use_device
@@ -66,7 +66,7 @@ def place_choices(topk_ids: Tensor, keep: Tensor | None, *, places: Sequence[int
     keep_bytes = None if keep is None else keep.contiguous().view(torch.uint8)
     with use_device(place.device):
         launch(
-            _places.place_kernel,
+            destination_kernels.place_kernel,
             (cdiv(place.numel(), 1024),),
             (topk_ids.contiguous(), keep_bytes, table, place, place.numel(), len(places)),
             dict(HAS_KEEP=keep is not None, HAS_TABLE=table is not None, BLOCK=1024),
@@ -84,7 +84,7 @@ def plan_dispatch(
     num_tokens, top_k = place.shape
     with use_device(place.device):
         launch(
-            _places.pilots_kernel,
+            destination_kernels.pilots_kernel,
             (cdiv(num_tokens, _TOKENS),),
             (place.contiguous(), pilot, num_tokens, num_slots),
             dict(K=top_k, BLOCK=_TOKENS),
@@ -103,7 +103,7 @@ def count_rows(
     num_tokens, top_k = place.shape
     with use_device(place.device):
         launch(
-            _places.count_rows_kernel,
+            destination_kernels.count_rows_kernel,
             (cdiv(num_tokens, _TOKENS), table.shape[0]),
             (place.contiguous(), counts, table, num_tokens),
             dict(K=top_k, BINS=bins, BLOCK=_TOKENS),
@@ -153,7 +153,7 @@ class _ColumnPosition(NamedTuple):
         return cls(values, values.stride(0) * values.element_size())
 
 
-_Pair = tuple[Column, _ColumnPosition, _ColumnPosition]  # column, source, destination
+_ColumnMove = tuple[Column, _ColumnPosition, _ColumnPosition]  # column, source, destination
 _NARROW = 256  # most bytes of a narrow column
 
 
@@ -232,7 +232,7 @@ def split_columns(
     return columns
 
 
-def _split_by_width(pairs: Sequence[_Pair]) -> tuple[list[_Pair], list[_Pair]]:
+def _split_by_width(pairs: Sequence[_ColumnMove]) -> tuple[list[_ColumnMove], list[_ColumnMove]]:
     wide, narrow = [], []
     for pair in pairs:
         (narrow if pair[0].num_bytes <= _NARROW else wide).append(pair)
@@ -240,8 +240,8 @@ def _split_by_width(pairs: Sequence[_Pair]) -> tuple[list[_Pair], list[_Pair]]:
 
 
 def _move(
-    wide: Iterable[_Pair],
-    narrow: Iterable[_Pair],
+    wide: Iterable[_ColumnMove],
+    narrow: Iterable[_ColumnMove],
     places: tuple[Column, torch.dtype, _ColumnPosition, _ColumnPosition] | None,
     num_rows: int,
     send: _SendArrays | None = None,
@@ -284,7 +284,7 @@ _INT32 = Column(torch.int32, 1)
 _NOWHERE = (None, 0, None, 0)
 
 
-def _column_arguments(pair: _Pair | None) -> tuple[Any, Sequence[Any]]:
+def _column_arguments(pair: _ColumnMove | None) -> tuple[Any, Sequence[Any]]:
     """Return the kernel's arguments for a column, in the largest words that divide its sizes."""
     if pair is None or not pair[0].num_bytes:
         return None, _NOWHERE

@@ -24,7 +24,6 @@ from .tiles import (
 )
 
 # -- gradient of the activation, and the pointwise part's
-# -------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -159,7 +158,6 @@ def act_backward_kernel(
 
 
 # -- gradients of the weights: sums over each expert's rows
-# -------------------------------------------------------------------------------------------
 
 
 @triton.jit

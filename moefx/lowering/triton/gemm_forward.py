@@ -24,7 +24,6 @@ from .tiles import (
 )
 
 # -- up-projection and pointwise part
-# -------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -141,7 +140,6 @@ def up_kernel(
 
 
 # -- rows times weights: the down-projection, and the gradient of the gathered rows
-# -------------------------------------------------------------------------------------------
 
 
 @triton.jit

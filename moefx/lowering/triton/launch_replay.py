@@ -244,8 +244,8 @@ def replay_or_record(
         if tape.finish(results):
             tape.weight_paths.update(op_providers.thread_weight_paths() - before)
             if len(_tapes) >= _MAX_TAPES:
-                for key_of_old in list(_tapes)[: _MAX_TAPES // 2]:
-                    del _tapes[key_of_old]
+                for old_key in list(_tapes)[: _MAX_TAPES // 2]:
+                    del _tapes[old_key]
             _tapes[key] = tape
         return results
 

@@ -240,9 +240,7 @@ class ProofState:
         except Refused:
             if form.kept_slots.all():
                 raise
-            self.evidence.replace_forms(
-                [self.relift(captured_form, form, form) for captured_form in self.evidence.forms]
-            )
+            self.evidence.replace_forms([self.relift(other, form, form) for other in self.evidence.forms])
             return form
 
     def align_evidence(self) -> None:
@@ -269,10 +267,8 @@ class ProofState:
         """
         if have_same_lines(find_value_lines(form), find_value_lines(self.evidence.reference)):
             return
-        relifted = [self.relift(captured_form, form, form) for captured_form in self.evidence.forms]
-        if not all(
-            have_same_lines(find_value_lines(captured_form), find_value_lines(form)) for captured_form in relifted
-        ):
+        relifted = [self.relift(other, form, form) for other in self.evidence.forms]
+        if not all(have_same_lines(find_value_lines(other), find_value_lines(form)) for other in relifted):
             raise Refused(
                 "the node that supplies a slot's routing weight depends on the routing",
                 source=str(form.cut.meta["source"]),

@@ -92,14 +92,14 @@ class UnevenExchange:
     def insert_rows(self, tokens: list[fx.Node], choices: list[fx.Node], splits: Iterator[fx.Node]) -> None:
         """Emit the exchange, and a `build_pft` of the received rows."""
         routes, weights = self.routes, get_argument(self.pft, "topk_weights")
-        of_hops = [next(splits) for _ in routes.levels]
-        moved, sent_values = tokens, choices
-        for index, own_splits in enumerate(of_hops):
-            self._start(self.hops[index], moved, sent_values, own_splits)
+        splits_by_level = [next(splits) for _ in routes.levels]
+        hop_tokens, hop_choices = tokens, choices
+        for index, level_splits in enumerate(splits_by_level):
+            self._start(self.hops[index], hop_tokens, hop_choices, level_splits)
             if self.near is not None and not index:  # the exchange between nodes takes longest and starts first
                 self._start(self.near, tokens, choices, next(splits))
-            if index + 1 < len(of_hops):
-                moved, place, sent_values = self._wait([self.hops[index]], ("pilots", "places", "pilot_weights"))
+            if index + 1 < len(splits_by_level):
+                hop_tokens, place, hop_choices = self._wait([self.hops[index]], ("pilots", "places", "pilot_weights"))
                 self.hops.append(self._plan(index + 1, place, routes.label(index + 1)))
         arrived, local, scales = self._wait(self._last_hops(), ("rows", "slots", "weights"))
         values = dict(zip([*tokens, *choices], [*arrived, *scales], strict=True))

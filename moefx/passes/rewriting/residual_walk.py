@@ -72,7 +72,11 @@ class ResidualWalk:
         return next((c for c in self.calls if c[0].start <= n.meta["index"] < c[0].stop), None)
 
     def _plan(self, roots: Sequence[AlignedNodes]) -> list[Any]:
-        calls_by_position: dict[int, Any] = {}
+        """Return the aligned nodes to emit, and the calls that stay calls, in the order of the first capture.
+
+        Nodes have even positions. A call comes before its first node.
+        """
+        items_by_position: dict[int, Any] = {}
         stack: list[AlignedNodes] = list(roots)
         seen: set[fx.Node] = set()
         while stack:
@@ -96,15 +100,15 @@ class ResidualWalk:
             call = self.call_of.get(n)
             if call is not None:
                 self._require_same_result(aligned, call)
-                if id(call) not in {id(v) for v in calls_by_position.values() if isinstance(v, list)}:
-                    calls_by_position[call[0].start * 2 - 1] = call
+                if id(call) not in {id(v) for v in items_by_position.values() if isinstance(v, list)}:
+                    items_by_position[call[0].start * 2 - 1] = call
                     stack += self._pair_trees([(c.args, c.kwargs) for c in call], f"module {call[0].fqn}")
                 continue
             if any(t is c for t, c in zip(aligned, self.cut, strict=True)):
                 if tuple(aligned) != tuple(self.cut):
                     are_cuts = [t is c for t, c in zip(aligned, self.cut, strict=True)]
                     raise self._refuse_difference(n, aligned[are_cuts.index(not are_cuts[0])])
-                calls_by_position[n.meta["index"] * 2] = aligned
+                items_by_position[n.meta["index"] * 2] = aligned
                 continue
             if n in self.absorbed and n.op != "get_attr":
                 raise Refused(
@@ -113,9 +117,9 @@ class ResidualWalk:
                     source=str(n.meta["source"]),
                     remedy="leave it out, or compute it from the routing weights or from the output",
                 )
-            calls_by_position[n.meta["index"] * 2] = aligned
+            items_by_position[n.meta["index"] * 2] = aligned
             stack += self._pair_arguments(aligned)
-        return [calls_by_position[i] for i in sorted(calls_by_position)]
+        return [items_by_position[i] for i in sorted(items_by_position)]
 
     def _refuse_difference(self, node: fx.Node, other: fx.Node) -> Refused:
         """Build the refusal of a step that differs between captures. Name the branch of Python that causes it."""
