@@ -110,8 +110,8 @@ def decide(
         candidates = {
             stage: _estimate_candidates(choices, model, stages[stage], zero) for stage, model in models.items()
         }
-        use = min(choices, key=lambda use: _rank_slowest_stage(use, candidates))
-        if not any(_rank_slowest_stage(use, candidates)[:1]) or use.tp * use.dp == 1:
+        use = min(choices, key=lambda use: _compute_sort_key(use, candidates))
+        if not any(_compute_sort_key(use, candidates)[:1]) or use.tp * use.dp == 1:
             break
     own = sorted(candidates.get(own_stage.stage, []), key=lambda candidate: candidate.sort_key)
     first = next((candidate for candidate in own if candidate.use == use), None)
@@ -203,8 +203,8 @@ def _estimate_candidates(choices: list[AxisUse], model: Architecture, facts: Fac
     return candidates
 
 
-def _rank_slowest_stage(use: AxisUse, candidates: Mapping[int, list[Candidate]]) -> tuple[float, ...]:
-    """Return the rank of a use: its best candidate on each stage, and the slowest stage's one."""
+def _compute_sort_key(use: AxisUse, candidates: Mapping[int, list[Candidate]]) -> tuple[float, ...]:
+    """Return the sort key of an axis use: that of its slowest stage, each with its best candidate."""
     best = (
         min(candidate.sort_key for candidate in of_stage if candidate.use == use) for of_stage in candidates.values()
     )

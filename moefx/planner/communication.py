@@ -122,7 +122,7 @@ def exchange_symbol(dispatch: str) -> str:
     return "T_all_gather" if dispatch == "gather" else f"T_{dispatch}"  # T_gather is that of SSMB
 
 
-def row_bytes(width: int, choices: int, experts_per_rank: int, is_weighted: bool = True) -> tuple[int, int, int, int]:
+def row_bytes(width: int, slots: int, experts_per_rank: int, is_weighted: bool = True) -> tuple[int, int, int, int]:
     """Compute the bytes of a row in (dispatch, combine, backward of combine, backward of dispatch).
 
     A row has the token's values of two bytes each. In dispatch each slot adds its routing weight (four bytes) and its
@@ -130,13 +130,13 @@ def row_bytes(width: int, choices: int, experts_per_rank: int, is_weighted: bool
     bytes (`ir.ops.row_packing`).
 
     Args:
-        choices: slots in a row.
+        slots: number of slots of a row.
         experts_per_rank: experts on a rank.
         is_weighted: whether routing weights travel. They do not for k = 1.
     """
     bytes_per_number = next((num_bytes for num_bytes in (1, 2) if experts_per_rank <= 2 ** (8 * num_bytes - 1)), 4)
-    values, weights = _aligned(2 * width), _aligned(4 * choices * is_weighted)
-    return values + weights + _aligned(bytes_per_number * choices), 2 * width, 2 * width, values + weights
+    values, weights = _aligned(2 * width), _aligned(4 * slots * is_weighted)
+    return values + weights + _aligned(bytes_per_number * slots), 2 * width, 2 * width, values + weights
 
 
 def _aligned(num_bytes: int) -> int:

@@ -31,7 +31,7 @@ def combine(
     rows_in: Tensor, combine_weights: Tensor | None, token_ids: Tensor, expert_offsets: Tensor, inverse: Tensor
 ) -> Tensor:
     """See `ir.ops.token_routing.combine`."""
-    scale = None if combine_weights is None else rows.as_it_is
+    scale = None if combine_weights is None else rows.identity_scale
     with use_device(rows_in.device):
         return sum_rows_of_tokens(rows_in.contiguous(), combine_weights, inverse, rows_in.dtype, scale)
 

@@ -12,7 +12,7 @@ _VARYING = ["num_tokens", "num_rows", "num_partials"]
 
 
 @triton.jit
-def as_it_is(weight):
+def identity_scale(weight):
     return weight
 
 

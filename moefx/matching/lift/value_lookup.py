@@ -124,7 +124,7 @@ class ValueLookup:
         semantics: the terms of the nodes.
         axes: the axes of values.
         candidates: the nodes to search, the likeliest first, without the repeated ones of a loop.
-        with_repeated: the same with these.
+        with_repeated: all candidates, also the repeated nodes of a loop.
         hint_positions: positions of the candidates that another capture uses: many candidates fit a single token.
         hint_columns: the positions of its values that have a node for each slot.
         hint_drops_slots: that capture drops slots.

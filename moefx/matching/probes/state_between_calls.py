@@ -45,7 +45,10 @@ def vary_state_between_calls(proof: ProofView) -> None:
             owner, _, key = path.rpartition(".")
             module = proof.block.get_submodule(owner)
             values: dict[str, Any] = module._buffers if path in buffers else vars(module)
-            stack.callback(values.update, {key: values[key]}) if key in values else stack.callback(values.pop, key)
+            if key in values:  # restore it at the end
+                stack.callback(values.update, {key: values[key]})
+            else:
+                stack.callback(values.pop, key)
             values[key] = pytree.tree_map_only(fx.Node, _change_value, node)
         try:
             again = proof.capture_and_lift(first.routing.restart(), proof.evidence.sizes[0])
