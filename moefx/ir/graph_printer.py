@@ -58,7 +58,7 @@ _NOT_SHOWN = {
     "scatter_sums": ("size",),
     "wait_scattered": ("ticket", "place", "size", "group"),
     "pull_tokens": ("size", "experts_per_rank"),
-    "pull_sums": ("slots", "size", "experts_per_rank"),
+    "pull_sums": ("local_experts", "size", "experts_per_rank"),
     "read_counts": ("heard", "levels", "near", "fingerprint", "timeout", "group"),
 }
 # Labels of arguments of expert_mlp if it has more than the two weights.

@@ -29,17 +29,18 @@ from .uneven_all_to_all import get_group
 
 
 @op(
-    "read_rows(Tensor[] peers, Tensor slots, *, int experts_per_rank) -> Tensor",
-    contract="peers[*], slots[A,K] -> rows[A,_]",
+    "read_rows(Tensor[] peers, Tensor local_experts, *, int experts_per_rank) -> Tensor",
+    contract="peers[*], local_experts[A,K] -> rows[A,_]",
 )
-def read_rows(peers: list[Tensor], slots: Tensor, *, experts_per_rank: int) -> Tensor:
+def read_rows(peers: list[Tensor], local_experts: Tensor, *, experts_per_rank: int) -> Tensor:
     """Read the rows of tokens with an expert on this rank, [A,D]. Other rows are 0.
 
     Args:
-        peers: the tokens of each rank, [L,D]. slots: expert slots on this rank; all others are outside of
-            [0, experts_per_rank).
+        peers: the tokens of each rank, [L,D].
+        local_experts: for each slot its expert's number on this rank, outside of [0, experts_per_rank) if the expert is
+            elsewhere.
     """
-    is_needed = ((slots >= 0) & (slots < experts_per_rank)).any(1)
+    is_needed = ((local_experts >= 0) & (local_experts < experts_per_rank)).any(1)
     return torch.where(is_needed[:, None], torch.cat(list(peers)), 0)
 
 
@@ -92,16 +93,17 @@ def pull_tokens(
         first_place: this rank's first destination. experts_per_rank: its number of destinations. size: W.
 
     Returns:
-        Values of tokens [A,D], destinations of their slots less `first_place` int32 [A,K], then values of slots [A,K].
+        Values of tokens [A,D], `local_experts` int32 [A,K], then values of slots [A,K].
     """
     rows = choose_length(place.shape[0], length, max_tokens)
     with shared_columns([*tokens, *choices, place], rows, group, room=rows * size) as peers:
         *values, places = (torch.cat(columns) for columns in zip(*(p[len(tokens) :] for p in peers), strict=True))
-        slots = places - first_place
+        local_experts = places - first_place
         token_columns = [
-            read_rows([p[i] for p in peers], slots, experts_per_rank=experts_per_rank) for i in range(len(tokens))
+            read_rows([p[i] for p in peers], local_experts, experts_per_rank=experts_per_rank)
+            for i in range(len(tokens))
         ]
-    return [*token_columns, slots, *values]
+    return [*token_columns, local_experts, *values]
 
 
 @op(
@@ -117,26 +119,28 @@ def pull_tokens_backward(grads: list[Tensor], place: Tensor, *, experts_per_rank
 
 
 @op(
-    "pull_sums(Tensor sums, Tensor slots, Tensor place, *, int experts_per_rank, int size, str group) -> Tensor",
-    contract="sums[A,D], slots[A,K], place[S,K] -> out[S,D]",
+    "pull_sums(Tensor sums, Tensor local_experts, Tensor place, *, int experts_per_rank, int size, str group) -> Tensor",
+    contract="sums[A,D], local_experts[A,K], place[S,K] -> out[S,D]",
 )
-def pull_sums(sums: Tensor, slots: Tensor, place: Tensor, *, experts_per_rank: int, size: int, group: str) -> Tensor:
+def pull_sums(
+    sums: Tensor, local_experts: Tensor, place: Tensor, *, experts_per_rank: int, size: int, group: str
+) -> Tensor:
     """Add up the ranks' sums of this rank's tokens, [S,D].
 
     Args:
-        sums: this rank's sums, for the tokens of all ranks. slots: as from `pull_tokens`.
+        sums: this rank's sums, for the tokens of all ranks. local_experts: as from `pull_tokens`.
     """
     return _add_own_rows([sums], place, experts_per_rank, group)[0]
 
 
 @op(
-    "pull_sums_backward(Tensor grad, Tensor slots, *, int experts_per_rank, int size, str group) -> Tensor",
-    contract="grad[S,D], slots[A,K] -> grads[A,D]",
+    "pull_sums_backward(Tensor grad, Tensor local_experts, *, int experts_per_rank, int size, str group) -> Tensor",
+    contract="grad[S,D], local_experts[A,K] -> grads[A,D]",
 )
-def pull_sums_backward(grad: Tensor, slots: Tensor, *, experts_per_rank: int, size: int, group: str) -> Tensor:
+def pull_sums_backward(grad: Tensor, local_experts: Tensor, *, experts_per_rank: int, size: int, group: str) -> Tensor:
     """Pull the gradients of the sums of tokens with an expert on this rank, [A,D]. Other rows are 0."""
-    with shared_columns([grad], slots.shape[0] // size, group) as peers:
-        return read_rows([column for (column,) in peers], slots, experts_per_rank=experts_per_rank)
+    with shared_columns([grad], local_experts.shape[0] // size, group) as peers:
+        return read_rows([column for (column,) in peers], local_experts, experts_per_rank=experts_per_rank)
 
 
 def _add_own_rows(columns: list[Tensor], place: Tensor, experts_per_rank: int, group: str) -> list[Tensor]:
@@ -152,7 +156,7 @@ def _add_own_rows(columns: list[Tensor], place: Tensor, experts_per_rank: int, g
 
 # -- registration
 
-read_rows.fake(lambda peers, slots, **_: peers[0].new_empty((slots.shape[0], peers[0].shape[1])))
+read_rows.fake(lambda peers, local_experts, **_: peers[0].new_empty((local_experts.shape[0], peers[0].shape[1])))
 add_rows.fake(lambda peers, place, **_: peers[0].new_empty((place.shape[0], peers[0].shape[1])))
 
 
@@ -167,8 +171,8 @@ def _(grads, place, *, experts_per_rank, group):
     return [grad.new_empty((place.shape[0], grad.shape[1])) for grad in grads]
 
 
-pull_sums.fake(lambda sums, slots, place, **_: sums.new_empty((place.shape[0], sums.shape[1])))
-pull_sums_backward.fake(lambda grad, slots, **_: grad.new_empty((slots.shape[0], grad.shape[1])))
+pull_sums.fake(lambda sums, local_experts, place, **_: sums.new_empty((place.shape[0], sums.shape[1])))
+pull_sums_backward.fake(lambda grad, local_experts, **_: grad.new_empty((local_experts.shape[0], grad.shape[1])))
 
 
 # -- derivatives
@@ -204,9 +208,9 @@ pull_tokens_backward.once_differentiable("pull_tokens")
 
 
 def _save_sums(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
-    sums, slots, _ = args
+    sums, local_experts, _ = args
     ctx.kwargs, ctx.dtype = kwargs, sums.dtype
-    ctx.save_for_backward(slots)
+    ctx.save_for_backward(local_experts)
 
 
 pull_sums.autograd(

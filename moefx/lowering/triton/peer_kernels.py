@@ -18,7 +18,7 @@ def _pointer(addresses, rank, like, ALIGNED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def read_rows_kernel(
-    addresses, peer_row, slots, out, num_tokens, width, experts_per_rank,
+    addresses, peer_row, local_experts, out, num_tokens, width, experts_per_rank,
     K: tl.constexpr, K_PAD: tl.constexpr, ALIGNED: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """out[rank * num_tokens + t] = row t of the rank if one of the token's slots is here, else 0."""
@@ -28,8 +28,10 @@ def read_rows_kernel(
     is_token, in_width = token < num_tokens, column < width
     row = rank.to(tl.int64) * num_tokens + token
     number = tl.arange(0, K_PAD)
-    slot = tl.load(slots + row[:, None] * K + number[None, :], mask=is_token[:, None] & (number < K)[None, :], other=-1)
-    is_needed = tl.max(((slot >= 0) & (slot < experts_per_rank)).to(tl.int32), 1) != 0
+    expert = tl.load(
+        local_experts + row[:, None] * K + number[None, :], mask=is_token[:, None] & (number < K)[None, :], other=-1
+    )
+    is_needed = tl.max(((expert >= 0) & (expert < experts_per_rank)).to(tl.int32), 1) != 0
     at = _pointer(addresses, rank, out, ALIGNED) + token[:, None].to(tl.int64) * peer_row + column[None, :]
     value = tl.load(at, mask=is_needed[:, None] & in_width[None, :], other=0)
     tl.store(out + row[:, None] * width + column[None, :], value, mask=is_token[:, None] & in_width[None, :])

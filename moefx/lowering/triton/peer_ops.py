@@ -12,10 +12,10 @@ from .peer_kernels import add_rows_kernel, read_rows_kernel
 from .weight_operands import build_address_table
 
 
-def read_rows(peers: Sequence[Tensor], slots: Tensor, *, experts_per_rank: int) -> Tensor:
+def read_rows(peers: Sequence[Tensor], local_experts: Tensor, *, experts_per_rank: int) -> Tensor:
     """See `ir.ops.peer_rows.read_rows`."""
     num_tokens, width = peers[0].shape
-    out = peers[0].new_empty((slots.shape[0], width))
+    out = peers[0].new_empty((local_experts.shape[0], width))
     if out.numel():
         bt, bd = choose_block(width)
         with use_device(out.device):
@@ -23,8 +23,8 @@ def read_rows(peers: Sequence[Tensor], slots: Tensor, *, experts_per_rank: int) 
             launch(
                 read_rows_kernel,
                 (cdiv(num_tokens, bt), cdiv(width, bd), len(peers)),
-                (table, peers[0].stride(0), slots.contiguous(), out, num_tokens, width, experts_per_rank),
-                dict(**_slots_of(slots), ALIGNED=is_aligned, BT=bt, BD=bd),
+                (table, peers[0].stride(0), local_experts.contiguous(), out, num_tokens, width, experts_per_rank),
+                dict(**_slots_of(local_experts), ALIGNED=is_aligned, BT=bt, BD=bd),
             )
     return out
 
