@@ -119,7 +119,8 @@ def pull_tokens_backward(grads: list[Tensor], place: Tensor, *, experts_per_rank
 
 
 @op(
-    "pull_sums(Tensor sums, Tensor local_experts, Tensor place, *, int experts_per_rank, int size, str group) -> Tensor",
+    "pull_sums(Tensor sums, Tensor local_experts, Tensor place, *, int experts_per_rank, int size, "
+    "str group) -> Tensor",
     contract="sums[A,D], local_experts[A,K], place[S,K] -> out[S,D]",
 )
 def pull_sums(
