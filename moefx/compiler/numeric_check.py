@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ from ..errors import summarize_error
 from ..ir import op_providers
 from ..ir.argument_binding import find_device, flatten_arguments, make_signature_binder
 from ..matching.facts.guarded_sizes import find_sequence
+from ..util.single_thread import use_one_thread
 from .block_compiler import BlockRewrite
 
 _SMALL_PARAMETER = 1 << 14  # elements
@@ -54,7 +53,7 @@ def check_numerically(block: nn.Module, result: BlockRewrite, name: str, seconds
     """Compare a rewrite with the original on a few tokens. `block` runs as the original."""
 
     def check() -> NumericCheck:
-        with _use_one_thread() if _has_small_parameters(block) else contextlib.nullcontext():
+        with use_one_thread() if _has_small_parameters(block) else contextlib.nullcontext():
             return _run_numeric_check(block, result, name, seconds)
 
     return run_in_worker(check)
@@ -125,20 +124,6 @@ def _has_small_parameters(block: nn.Module) -> bool:
     """Return whether ops on a few tokens end before a second thread has woken, as for hundreds of small experts."""
     sizes = [p.numel() for p in block.parameters()]
     return sum(sizes) <= _SMALL_PARAMETER * len(sizes)
-
-
-@contextlib.contextmanager
-def _use_one_thread() -> Iterator[None]:
-    """Run the ops of this thread on one core: threads of OpenMP spin while they wait for the next op."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.get_num_threads()  # fixes the setting for this thread before it is reset for others
-    with ThreadPoolExecutor(1) as other:
-        other.submit(torch.set_num_threads, before).result()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _is_small(block: nn.Module) -> bool:

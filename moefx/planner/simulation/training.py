@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from ...errors import InvalidPlan
+from ...util.single_thread import use_one_thread
 from ...util.unit_text import amount
 from ..architecture import Architecture
 from ..layout import Layout
@@ -99,19 +98,8 @@ def simulate(
         raise InvalidPlan(f"skew is {skew!r}, expected a number from 0 to 4")
     if type(seed) is not int:
         raise InvalidPlan(f"seed is {seed!r}, expected a whole number")
-    with _one_thread():
+    with use_one_thread():  # the tensors are small
         return _simulate_step(model, layout, platform, experts_first, float(skew), seed, stragglers)
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Run torch on one thread: the tensors are small, and threads wait long on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _simulate_step(
