@@ -14,7 +14,6 @@ from .._plan import Plan
 from ..compiler.block_compiler import BlockRewrite
 from ..errors import InvalidPlan
 from ..ir.expert_placement import ExchangeRoutes
-from ..ir.ops.peer_memory import find_obstacle as find_obstacle_to_peer_memory
 from ..ir.ops.uneven_all_to_all import get_group
 from ..passes.exchange.routed_region import RoutedRegion
 from ..runtime.ranks.link_costs import (
@@ -40,7 +39,7 @@ def choose_routes(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tuple[E
         reason = f"{dispatch!r} as planned, over one node; set Plan(node_size=...) if there are several"
     if dispatch == "auto":
         dispatch, reason = _choose_dispatch(axis, plan, result)
-    if dispatch == "pull" and (obstacle := find_obstacle(axis)):
+    if dispatch == "pull" and (obstacle := axis.pull_obstacle):
         dispatch = "gather" if _has_reduce_scatter(axis) else "dedup"
         reason = f"{dispatch!r} for the planned 'pull': {obstacle}"
         if dispatch == "dedup" and plan.max_tokens is not None:
@@ -59,13 +58,6 @@ def choose_routes(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tuple[E
         halo = dispatch == "halo"
         return axis.build_routes(by_level=True, dedup=not halo or plan.pilots, splits_intra_node=halo), reason
     return axis.build_routes(by_level=False, dedup=dispatch != "flat"), reason
-
-
-def find_obstacle(axis: ExpertAxis) -> str | None:
-    """Return the reason why ranks cannot pull rows from each other, or None if they can. Collective."""
-    if len(axis.topology.sizes) > 1:
-        return "the ranks are on several nodes"
-    return find_obstacle_to_peer_memory(axis.exchange_group, axis.mesh.device_type)
 
 
 def _choose_dispatch(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tuple[str, str]:

@@ -14,7 +14,6 @@ ordered with calls on other streams, or with each other: run them on one stream.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 import weakref
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidInput
+from ..util.gpu_streams import LastStream, is_capturing
 
 MISSED = -(1 << 62)  # the first row of a ticket whose rows are not in the ring
 TICKET_SIZE = 3  # first row, number of rows, counter
@@ -52,7 +52,7 @@ class Stash:
         # Tickets of an older ring are far behind, those of a newer one ahead.
         self.cursor = torch.full((1,), generation * _GENERATION, dtype=torch.int64, device=misses.device)
         self.misses = misses
-        self._stream: Any = None
+        self._last_stream = LastStream()
 
     @property
     def num_rows(self) -> int:
@@ -64,12 +64,9 @@ class Stash:
 
     def wait_for_last_call(self) -> None:
         """Let the current stream wait for the last one that used the ring."""
-        stream = torch.cuda.current_stream(self.rows.device)
-        if self._stream is not None and self._stream != stream:
-            stream.wait_stream(self._stream)
+        if (stream := self._last_stream.follow(self.rows.device)) is not None:
             for tensor in self.tensors:  # a larger ring may take this one's place while the stream uses it
                 tensor.record_stream(stream)
-        self._stream = stream
 
 
 _lock = threading.Lock()
@@ -88,7 +85,7 @@ def find_stash(num_rows: int, widths: Sequence[int], dtype: torch.dtype, device:
         InvalidInput: a CUDA graph is being captured, and the stash is missing or too small.
     """
     key = (device, dtype, sum(widths))
-    stash, is_captured = _stashes.get(key), _is_capturing(device)
+    stash, is_captured = _stashes.get(key), is_capturing(device)
     if stash is None or stash.num_rows < num_rows:
         if is_captured:
             raise InvalidInput(
@@ -111,14 +108,6 @@ def _make_stash(key: tuple[torch.device, torch.dtype, int], num_rows: int) -> St
             _misses[device] = torch.zeros(_MAX_COUNTERS, dtype=torch.int64, device=device)
         _stashes[key] = Stash(num_rows, width, dtype, _misses[device], next(_generations))
         return _stashes[key]
-
-
-def _is_capturing(device: torch.device) -> bool:
-    if device.type != "cuda":
-        return False
-    is_current = torch.cuda.current_device() == device.index
-    with contextlib.nullcontext() if is_current else torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()
 
 
 class MissCounter:

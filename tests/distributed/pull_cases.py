@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 import moefx
-import moefx.distribution.dispatch_choice
 from moefx.ir.ops import peer_memory, peer_rows
 from moefx.ir.ops.peer_memory import SharedBuffers
+from moefx.runtime.ranks.topology import ExpertAxis
 
 from ..blocks import D
 from . import gather_cases
@@ -48,7 +48,7 @@ def allocate_files(group: dist.ProcessGroup, num_bytes: int, device: torch.devic
 def memory_of_files() -> Iterator[None]:
     with (
         mock.patch.object(peer_memory, "allocate", allocate_files),
-        mock.patch.object(moefx.distribution.dispatch_choice, "find_obstacle", lambda axis: None),
+        mock.patch.object(ExpertAxis, "pull_obstacle", None),
     ):
         yield
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import MoefxError
+from ...util.gpu_streams import LastStream, is_capturing
 from .row_packing import Column, Layout
 from .uneven_all_to_all import describe_lost_ranks, get_group
 
@@ -89,10 +90,10 @@ class PeerMemory:
     """The buffers of one process group on one kind of device. They grow on demand."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
-        self._group, self._device = weakref.ref(group), device
+        self._group, self._device, self._rank = weakref.ref(group), device, group.rank()
         self._shared = SharedBuffers([], lambda: None)
         self._captured: list[SharedBuffers] = []  # kept as long as this: their addresses are in CUDA graphs
-        self._stream: torch.cuda.Stream | None = None
+        self._last_stream = LastStream()
         self._views: dict[tuple[Any, ...], _PeerViews] = {}
 
     def reserve(self, num_bytes: int) -> None:
@@ -104,7 +105,7 @@ class PeerMemory:
         room = self._shared.buffers[0].numel() if self._shared.buffers else 0
         if num_bytes <= room:
             return
-        if self._is_capturing():
+        if is_capturing(self._device):
             raise MoefxError(
                 'the memory that ranks share for `dispatch="pull"` cannot be allocated while a CUDA graph is being '
                 "captured: run one step with as many tokens before the capture"
@@ -133,10 +134,9 @@ class PeerMemory:
         layout = Layout([*map(Column.of, columns)])
         shape = num_rows, layout.num_bytes
         self.reserve(max(1, room * layout.num_bytes))
-        group, num_filled = self._group(), columns[0].shape[0]
-        assert group is not None
+        num_filled = columns[0].shape[0]
         peers = [layout.views(buffer[: math.prod(shape)].view(shape)) for buffer in self._shared.buffers]
-        own_rows = peers[group.rank()]
+        own_rows = peers[self._rank]
         padding = [rows[num_filled:] for rows in own_rows if num_filled < num_rows and not rows.dtype.is_floating_point]
         if len(self._views) >= _MAX_VIEWS:
             self._views.clear()
@@ -156,29 +156,25 @@ class PeerMemory:
 
     def _order_streams(self) -> None:
         """Let the current stream wait for the exchange before, if that ran in another stream."""
-        if self._is_capturing():  # a capture begins when the device has finished
-            if not any(memory is self._shared for memory in self._captured):
-                self._captured.append(self._shared)
-            return
-        stream = torch.cuda.current_stream(self._device.index)
-        if self._stream is not None and self._stream != stream:
-            stream.wait_stream(self._stream)
-        self._stream = stream
+        if not is_capturing(self._device):
+            self._last_stream.follow(self._device)
+        elif not any(memory is self._shared for memory in self._captured):
+            self._captured.append(self._shared)  # a capture begins when the device has finished
 
-    def _is_capturing(self) -> bool:
-        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    def is_of(self, group: dist.ProcessGroup) -> bool:
+        """Return whether this is the memory of a group; another one may have its name."""
+        return self._group() is group
 
 
-_memories: dict[str, tuple[weakref.ref[dist.ProcessGroup], PeerMemory]] = {}  # by the name of the group
+_memories: dict[str, PeerMemory] = {}  # by the name of the group
 
 
 def open_peer_memory(name: str, device: torch.device) -> PeerMemory:
     """Return the memory of the process group with this name."""
     group = get_group(name)
-    group_ref, memory = _memories.get(name, (None, None))
-    if memory is None or group_ref is None or group_ref() is not group:  # another group had the name
-        memory = PeerMemory(group, device)
-        _memories[name] = weakref.ref(group), memory
+    memory = _memories.get(name)
+    if memory is None or not memory.is_of(group):
+        memory = _memories[name] = PeerMemory(group, device)
     return memory
 
 
@@ -206,7 +202,7 @@ def shared_columns(columns: Sequence[Tensor], num_rows: int, group: str, room: i
     memory.wait_for_all()
 
 
-def find_obstacle(name: str, device_type: str) -> str | None:
+def find_access_obstacle(name: str, device_type: str) -> str | None:
     """Return the reason why the ranks of a group cannot read each other's memory, or None if they can. Collective."""
     if device_type != "cuda":
         return f"ranks on {device_type} do not share memory"

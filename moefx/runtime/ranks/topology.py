@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import InvalidPlan
 from ...ir.expert_placement import ExchangeRoutes, SharedTokens, TopologyLevel
+from ...ir.ops.peer_memory import find_access_obstacle
 from ...ir.ops.uneven_all_to_all import format_ranks, get_group
 from .link_costs import Link, Links, measure_handling, measure_link
 
@@ -192,6 +193,13 @@ class ExpertAxis:
             group_desc=f"{self.name}/hosts",
         )
         return group.group_name
+
+    @functools.cached_property
+    def pull_obstacle(self) -> str | None:
+        """The reason why ranks cannot pull rows from each other, or None if they can. Collective."""
+        if len(self.topology.sizes) > 1:
+            return "the ranks are on several nodes"
+        return find_access_obstacle(self.exchange_group, self.mesh.device_type)
 
     @functools.cached_property
     def links(self) -> Links:
