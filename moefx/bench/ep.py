@@ -233,8 +233,8 @@ def build_steps(
                 fields_of_plan[key] = _parse_field(value)
         plan = moefx.Plan(validation="symbolic", **fields_of_plan)
         compiled = moefx.compile(layer, mesh=mesh if fields_of_plan else None, plan=plan, example_inputs=example)
-        if fields_of_plan.get("dispatch") == "pull" and (notes := _find_other_dispatch(compiled)):
-            raise SystemExit(f"bench ep: {variant} would not run: {notes}")
+        if fields_of_plan.get("dispatch") == "pull" and not _pulls(compiled):
+            raise SystemExit(f"bench ep: {variant} runs another dispatch here:\n{moefx.explain(compiled)}")
         steps[variant] = (GraphStep if is_captured else Step)(compiled, shape)
         steps[variant].prepare(1)
         steps[variant]()
@@ -246,10 +246,8 @@ def build_steps(
     return steps
 
 
-def _find_other_dispatch(compiled: nn.Module) -> str:
-    """Return the note of a block that pulls no rows although the plan says so; "" if all do."""
-    notes = [note for block in moefx.explain(compiled).matched for note in block.notes]
-    return next((note for note in notes if "for the planned 'pull'" in note), "")
+def _pulls(compiled: nn.Module) -> bool:
+    return all(block.graph.find(torch.ops.moefx.pull_tokens.default) for block in moefx.blocks(compiled))
 
 
 def _parse_field(text: str) -> Any:

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     text = "device: no exchanges; exchanges: the device is --base's"
     parser.add_argument("--only", choices=["device", "exchanges"], help=text)
     parser.add_argument("--raw", metavar="FILE", help="every measurement too, a JSON line each, to this new file")
-    parser.add_argument("--read", metavar="FILE", help="measure nothing: the platform of what --raw wrote")
+    parser.add_argument("--read", metavar="FILE", help="compute the platform from a file of --raw, and measure nothing")
     parser.add_argument("--plot", metavar="FILE", help="a picture of all repetitions; needs matplotlib")
     parser.add_argument("--name", default="here", help="of the platform (default: here)")
     parser.add_argument(

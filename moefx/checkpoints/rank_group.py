@@ -1,4 +1,4 @@
-"""The ranks that save a model together: what they gather, and how they tell each other of errors."""
+"""The ranks that save a model together. They gather values, and raise each other's errors."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..errors import MoefxError
+from ..util.rank_values import gather_values
 
 
 class RankGroup:
@@ -30,11 +31,7 @@ class RankGroup:
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks. Collective."""
-        if self.group is None:
-            return [value]
-        values: list[Any] = [None] * len(self.ranks)
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return [value] if self.group is None else gather_values(value, self.group)
 
     @contextlib.contextmanager
     def raise_together(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from ..errors import InvalidInput
 from ..ir.expert_placement import Placement, SharedTokens
 from ..ir.ops.uneven_all_to_all import format_ranks, get_group
+from ..util.rank_values import gather_values
 from .sandbox import Key, Run
 
 
@@ -57,9 +58,7 @@ class Shares:
                 "sum them; verify the block by itself, compiled with this plan"
             )
         hashes = [f"{tuple(t.shape)} {hash_tensor(t)}" for t in tree_leaves(sets) if isinstance(t, Tensor)]
-        all_hashes: list = [None] * self.sequence.size
-        dist.all_gather_object(all_hashes, hashes, group=get_group(self.sequence.group))
-        differ = not all(theirs == hashes for theirs in all_hashes)
+        differ = any(other != hashes for other in gather_values(hashes, get_group(self.sequence.group)))
         if self.is_true_on_any_rank(differ):
             where = "here and on others of its ranks" if differ else "elsewhere"
             raise InvalidInput(
@@ -126,9 +125,7 @@ class Shares:
         return any(self._gather_values(value))
 
     def _gather_values(self, value: float | bool | str) -> list:
-        values: list = [None] * dist.get_world_size(get_group(self.group))
-        dist.all_gather_object(values, value, group=get_group(self.group))
-        return values
+        return gather_values(value, get_group(self.group))
 
 
 def hash_tensor(t: Tensor) -> str:

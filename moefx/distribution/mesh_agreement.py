@@ -15,6 +15,7 @@ from ..errors import InvalidPlan
 from ..ir.ops.uneven_all_to_all import format_ranks, get_group
 from ..runtime.ranks.sharding import resolve_expert_axes, select_mesh_axis
 from ..runtime.ranks.topology import ExpertAxis
+from ..util.rank_values import gather_values
 
 
 def find_expert_axis(mesh: DeviceMesh, plan: Plan) -> ExpertAxis:
@@ -58,8 +59,7 @@ def check_agreement(axis: ExpertAxis, plan: Plan, summary: str) -> None:
         "the nodes of ranks": _describe_nodes(axis),
         "the rewritten blocks": summary,
     }
-    facts_by_rank: list[Any] = [None] * axis.size
-    dist.all_gather_object(facts_by_rank, own_facts, group=get_group(axis.group))
+    facts_by_rank = gather_values(own_facts, get_group(axis.group))
     differences = []
     for name, fact in own_facts.items():
         others = {number: facts.get(name) for number, facts in enumerate(facts_by_rank) if facts.get(name) != fact}
@@ -75,8 +75,7 @@ def gather_by_rank(mesh: DeviceMesh, own_value: Any) -> dict[int, Any]:
     """Gather a value from all ranks of a mesh, one axis after the other. Returns values by world rank. Collective."""
     value_by_rank = {dist.get_rank(): own_value}
     for dim in range(mesh.ndim):
-        along_axis: list[Any] = [None] * mesh.size(dim)
-        dist.all_gather_object(along_axis, value_by_rank, group=mesh.get_group(dim))
+        along_axis = gather_values(value_by_rank, mesh.get_group(dim))
         value_by_rank = {rank: value for values in along_axis for rank, value in values.items()}
     return value_by_rank
 

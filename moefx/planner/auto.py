@@ -49,7 +49,7 @@ def collect_facts(
         example_inputs: the user's example inputs of the model.
     """
     architecture: Architecture | str | None = None
-    total, length, source = DEFAULT_TOKENS, DEFAULT_TOKENS, "by default: there are no example inputs"
+    total, length, source = DEFAULT_TOKENS, DEFAULT_TOKENS, "by default, without example inputs"
     try:
         if survey.matched:
             architecture = describe_survey(model, survey)

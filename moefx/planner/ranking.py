@@ -225,8 +225,8 @@ class Ranking:
         call = "print(ranking.find_min_gpus())"
         explanation = f"{call} says how many would do" if has_more else f"the platform has at most {num_available}"
         return (
-            f"{head} ({amount(self.platform.memory_bytes, 'B')} each). {nearest.label} comes nearest: it "
-            f"{amount(nearest.lacking, 'B')}, most of what it needs is {term}. Take {remedy} ({explanation}); "
+            f"{head} ({amount(self.platform.memory_bytes, 'B')} each). {nearest.label} comes nearest: it lacks "
+            f"{amount(nearest.lacking, 'B')}, and needs most memory for {term}. Take {remedy} ({explanation}); "
             "print(ranking) has the reasons"
         )
 

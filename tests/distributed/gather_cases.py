@@ -7,6 +7,7 @@ import functools
 import itertools
 import re
 from collections import Counter
+from collections.abc import Callable
 from unittest import mock
 
 import torch
@@ -27,6 +28,7 @@ from .launch import sampled
 from .models import BLOCKS, Model, check, compile_over_mesh, is_expert_parameter
 from .sequence_cases import PLAN as SHARED_TOKENS
 from .sequence_cases import check_gradients, draw_same_tokens, make_tensor_parallel_mesh
+from .verify_cases import agree_on_all_ranks
 from .volume_cases import Block as Wide
 
 GATHER = moefx.Plan(dispatch="gather", validation="symbolic")
@@ -290,18 +292,26 @@ FAULTS = {"start_gather": 8, "start_scatter": 6}  # tensors that two layers send
 
 def case_verify_detects_wrong_rows() -> None:
     """Report a wrong row in any collective."""
+    check_faults_are_seen(LIMITED, {name: number // 2 for name, number in FAULTS.items()}, inject_fault)
+
+
+def check_faults_are_seen(
+    plan: moefx.Plan, faults: dict[str, int], inject: Callable[[str, int], contextlib.AbstractContextManager[None]]
+) -> None:
+    """Check that `verify` accepts two layers, and reports them with any of the faults.
+
+    Args:
+        faults: number of places of each kind. inject: called with the kind and the place.
+    """
     model = Model("joined", layers=2)
-    compiled = compile_over_mesh(model, make_mesh(), LIMITED)
+    compiled = compile_over_mesh(model, make_mesh(), plan)
     x = torch.randn(9 + dist.get_rank(), D)
     report = moefx.verify(compiled, model, x, token_counts=(5,))
     assert report.ok, report
-    wrong_at = [(name, at) for name, number in FAULTS.items() for at in range(number // 2)]
-    for name, at in sampled(wrong_at, 4):
-        with inject_fault(name, at):
+    for name, at in sampled([(name, at) for name, number in faults.items() for at in range(number)], 4):
+        with inject(name, at):
             report = moefx.verify(compiled, model, x, routings=False, token_counts=())
-        seen = [None] * dist.get_world_size()
-        dist.all_gather_object(seen, report.ok)
-        assert not all(seen), f"a wrong row in {name} {at} was not seen\n{report}"
+        assert not agree_on_all_ranks(report.ok), f"a wrong row in {name} {at} was not seen\n{report}"
 
 
 @contextlib.contextmanager

@@ -17,7 +17,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-import moefx
 from moefx.ir.ops import peer_memory, peer_rows
 from moefx.ir.ops.peer_memory import SharedBuffers
 from moefx.runtime.ranks.topology import ExpertAxis
@@ -25,7 +24,6 @@ from moefx.runtime.ranks.topology import ExpertAxis
 from ..blocks import D
 from . import gather_cases
 from .gather_cases import count_collectives, make_mesh
-from .launch import sampled
 from .models import Model, check, compile_over_mesh
 
 PULL = gather_cases.GATHER.replace(dispatch="pull")
@@ -124,18 +122,8 @@ FAULTS = {"read_rows": 4, "add_rows": 6}  # calls of two layers in forward and b
 
 def case_verify_detects_wrong_rows() -> None:
     """Report a wrong row in any exchange."""
-    model = Model("joined", layers=2)
     with memory_of_files():
-        compiled = compile_over_mesh(model, make_mesh(), LIMITED)
-        x = torch.randn(9 + dist.get_rank(), D)
-        report = moefx.verify(compiled, model, x, token_counts=(5,))
-        assert report.ok, report
-        for name, at in sampled([(name, at) for name, number in FAULTS.items() for at in range(number)], 4):
-            with inject_fault(name, at):
-                report = moefx.verify(compiled, model, x, routings=False, token_counts=())
-            seen = [None] * dist.get_world_size()
-            dist.all_gather_object(seen, report.ok)
-            assert not all(seen), f"a wrong row in {name} {at} was not seen\n{report}"
+        gather_cases.check_faults_are_seen(LIMITED, FAULTS, inject_fault)
 
 
 @contextlib.contextmanager

@@ -259,7 +259,7 @@ class Embedding(Loop):
 def test_the_origin_of_the_tokens_is_named():
     for model, example, tokens, source in (
         (Decoder(), IDS, 128, "as in the example inputs"),
-        (Decoder(), None, 4096, "by default: there are no example inputs"),
+        (Decoder(), None, 4096, "by default, without example inputs"),
         (Embedding(), IDS, 4096, f"by default: no input of '' (the model itself) has an axis of {D}"),
     ):
         facts = moefx.explain(model, plan=AUTO, example_inputs=example).planned.facts

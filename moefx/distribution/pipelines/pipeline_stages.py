@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import InvalidPlan
 from ...runtime.ranks.sharding import PIPELINE_AXIS
+from ...util.rank_values import gather_values
 from ...util.tensor_bytes import view_bytes
 
 _VALUES = 8  # per parameter
@@ -25,8 +24,7 @@ def check_stages(model: nn.Module, mesh: DeviceMesh) -> None:
     """
     if PIPELINE_AXIS not in (mesh.mesh_dim_names or ()) or mesh[PIPELINE_AXIS].size() == 1:
         return
-    digests: list[Any] = [None] * mesh[PIPELINE_AXIS].size()
-    dist.all_gather_object(digests, _digest(model), group=mesh.get_group(PIPELINE_AXIS))
+    digests = gather_values(_digest(model), mesh.get_group(PIPELINE_AXIS))
     equal_stages = [stage for stage, digest in enumerate(digests) if digests.count(digest) > 1]
     if equal_stages:
         other_axes = ", ".join(repr(name) for name in mesh.mesh_dim_names or () if name != PIPELINE_AXIS)

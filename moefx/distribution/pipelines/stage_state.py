@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...errors import InvalidInput
 from ...runtime.ranks.sharding import PIPELINE_AXIS
 from ...runtime.ranks.staged_models import STAGED
+from ...util.rank_values import gather_values
 
 
 class StageGroup:
@@ -29,9 +30,7 @@ class StageGroup:
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all stages' ranks. Collective over the pipeline axis."""
-        values: list[Any] = [None] * len(self.ranks)
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return gather_values(value, self.group)
 
     def raise_together(self, error: Exception | None, value: Any = None) -> list[Any]:
         """Raise on every rank of the pipeline axis if one of them has an error. Collective.

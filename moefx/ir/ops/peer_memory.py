@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ...errors import MoefxError
 from ...util.gpu_streams import LastStream, is_capturing
+from ...util.rank_values import gather_values
 from .row_packing import Column, Layout
 from .uneven_all_to_all import describe_lost_ranks, get_group
 
@@ -221,6 +222,4 @@ def _try_on_all_ranks(group: dist.ProcessGroup, step: Callable[[], object]) -> s
     except (RuntimeError, ImportError) as error:
         first_line = str(error).partition("\n")[0]
         obstacle = f"the GPUs cannot read each other's memory ({first_line})"
-    obstacles: list[str | None] = [None] * group.size()
-    dist.all_gather_object(obstacles, obstacle, group=group)
-    return next(filter(None, obstacles), None)
+    return next(filter(None, gather_values(obstacle, group)), None)

@@ -22,7 +22,7 @@ from torch import Tensor
 from .exchange_routes import destination_rank
 from .op_definition import op, unpack_saved
 from .peer_memory import shared_columns
-from .token_gather import choose_length, fake_length
+from .token_gather import choose_length, fake_length, fill_gradients
 from .uneven_all_to_all import get_group
 
 # -- kernels
@@ -192,14 +192,8 @@ def _save_pull(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: S
 
 
 def _pull_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
-    # Every rank takes part in the exchange, even without a gradient of its own.
-    present_grads = [
-        torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad.to(dtype)
-        for grad, (shape, dtype, device) in zip(grads, ctx.outputs, strict=True)
-        if dtype.is_floating_point
-    ]
     (place,) = unpack_saved(ctx)
-    gradients = iter(pull_tokens_backward(present_grads, place, **ctx.kwargs))
+    gradients = iter(pull_tokens_backward(fill_gradients(grads, ctx.outputs), place, **ctx.kwargs))
     of_tokens, of_choices = ([next(gradients) if float else None for float in floats] for floats in ctx.floats)
     return of_tokens, of_choices, None, None
 

@@ -274,6 +274,21 @@ wait_scattered_backward.fake(lambda grad, ticket, **_: ticket.new_empty(ticket.s
 # -- derivatives
 
 
+def fill_gradients(grads: Sequence[Tensor | None], outputs: Sequence[Any]) -> list[Tensor]:
+    """Return the gradients of floating-point results in their dtypes, zeros for those that have none.
+
+    Every rank takes part in the exchange of the backward, even without a gradient of its own.
+
+    Args:
+        outputs: (shape, dtype, device) of each result.
+    """
+    return [
+        torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad.to(dtype)
+        for grad, (shape, dtype, device) in zip(grads, outputs, strict=True)
+        if dtype.is_floating_point
+    ]
+
+
 def _save_gather(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> None:
     tokens, choices, place, _ = args
     ctx.floats = [[t.is_floating_point() for t in ts] for ts in (tokens, choices)]
@@ -302,12 +317,7 @@ def _save_wait_gathered(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], o
 
 
 def _wait_gathered_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
-    # Every rank takes part in the collective, even without a gradient of its own.
-    present_grads = [
-        torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
-        for grad, (shape, dtype, device) in zip(grads, ctx.outputs, strict=True)
-        if dtype.is_floating_point
-    ]
+    present_grads = fill_gradients(grads, ctx.outputs)
     sent = iter(wait_gathered_backward(present_grads, list(unpack_saved(ctx)), **ctx.kwargs))
     return None, [next(sent) if float else None for float in ctx.floats], None, None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 from triton import next_power_of_2
@@ -15,42 +16,49 @@ from .weight_operands import build_address_table
 def read_rows(peers: Sequence[Tensor], local_experts: Tensor, *, experts_per_rank: int) -> Tensor:
     """See `ir.ops.peer_rows.read_rows`."""
     num_tokens, width = peers[0].shape
-    out = peers[0].new_empty((local_experts.shape[0], width))
-    if out.numel():
-        bt, bd = choose_block(width)
-        with use_device(out.device):
-            table, is_aligned = _build_table(peers)
-            launch(
-                read_rows_kernel,
-                (cdiv(num_tokens, bt), cdiv(width, bd), len(peers)),
-                (table, peers[0].stride(0), local_experts.contiguous(), out, num_tokens, width, experts_per_rank),
-                dict(**_slots_of(local_experts), ALIGNED=is_aligned, BT=bt, BD=bd),
-            )
-    return out
+    numbers = num_tokens, width, experts_per_rank
+    return _launch(read_rows_kernel, peers, local_experts, num_tokens, numbers, ranks=(len(peers),))
 
 
 def add_rows(peers: Sequence[Tensor], place: Tensor, *, experts_per_rank: int, first_row: int) -> Tensor:
     """See `ir.ops.peer_rows.add_rows`."""
-    num_tokens, width = place.shape[0], peers[0].shape[1]
-    out = peers[0].new_empty((num_tokens, width))
-    if out.numel():
-        bt, bd = choose_block(width)
-        with use_device(out.device):
-            table, is_aligned = _build_table(peers)
-            launch(
-                add_rows_kernel,
-                (cdiv(num_tokens, bt), cdiv(width, bd)),
-                (table, peers[0].stride(0), place.contiguous(), out, num_tokens, first_row, width, experts_per_rank),
-                dict(W=len(peers), **_slots_of(place), ALIGNED=is_aligned, BT=bt, BD=bd),
-            )
-    return out
+    numbers = place.shape[0], first_row, peers[0].shape[1], experts_per_rank
+    return _launch(add_rows_kernel, peers, place, place.shape[0], numbers, W=len(peers))
 
 
-def _build_table(peers: Sequence[Tensor]) -> tuple[Tensor, bool]:
-    """Return the addresses of the ranks' rows, and whether all are multiples of 16 bytes."""
+def _launch(
+    kernel: Any,
+    peers: Sequence[Tensor],
+    destinations: Tensor,
+    num_tokens: int,
+    numbers: tuple[int, ...],
+    ranks: tuple[int, ...] = (),
+    **constants: int,
+) -> Tensor:
+    """Run a kernel that reads rows of all ranks, and return its rows: one for each row of `destinations`.
+
+    Args:
+        num_tokens: the rows that the programs of one rank compute. ranks: (W,) if each rank has programs of its own.
+        numbers: the kernel's arguments behind the tensors.
+    """
+    (num_rows, top_k), width = destinations.shape, peers[0].shape[1]
+    out = peers[0].new_empty((num_rows, width))
+    if not out.numel():
+        return out
+    bt, bd = choose_block(width)
     addresses = tuple([peer.data_ptr() for peer in peers])
-    return build_address_table(addresses, peers[0].device), not any(a % 16 for a in addresses)
-
-
-def _slots_of(destinations: Tensor) -> dict[str, int]:
-    return {"K": destinations.shape[1], "K_PAD": next_power_of_2(destinations.shape[1])}
+    constants |= {"K": top_k, "K_PAD": next_power_of_2(top_k), "BT": bt, "BD": bd}
+    with use_device(out.device):
+        launch(
+            kernel,
+            (cdiv(num_tokens, bt), cdiv(width, bd), *ranks),
+            (
+                build_address_table(addresses, out.device),
+                peers[0].stride(0),
+                destinations.contiguous(),
+                out,
+                *numbers,
+            ),
+            {**constants, "ALIGNED": not any(address % 16 for address in addresses)},
+        )
+    return out
