@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -166,14 +167,20 @@ def _find_branch(captures: Sequence[Capture]) -> HostRead | None:
         is_branch = type(read.value) is bool and read.node is not None and not depends_on_routing(read.node)
         if is_branch and value_by_call.setdefault(read.call_stack, read.value) is not read.value:
             return read
-    reads_by_call: dict[tuple[Source, ...], list[list[HostRead]]] = {}
+    return _find_read_of_activations(captures)
+
+
+def _find_read_of_activations(captures: Sequence[Capture]) -> HostRead | None:
+    """Return a read of activations whose outcomes differ between captures, such as the test of a loop that waits for
+    one: the numbers of its rounds differ."""
+    first_reads: dict[tuple[Source, ...], HostRead] = {}
+    outcomes: defaultdict[tuple[Source, ...], set[tuple[Any, ...]]] = defaultdict(set)
     for capture in captures:
-        here: dict[tuple[Source, ...], list[HostRead]] = {}
+        values: defaultdict[tuple[Source, ...], list[Any]] = defaultdict(list)
         for read in capture.reads:
             if read.node is not None and not read.node.meta["ragged"] and find_float_decisions(read.node):
-                here.setdefault(read.call_stack, []).append(read)
-        for call_stack, reads in here.items():
-            reads_by_call.setdefault(call_stack, []).append(reads)
-    # a loop that waits for an activation has other numbers of rounds
-    differing = (many for many in reads_by_call.values() if len({tuple(r.value for r in reads) for reads in many}) > 1)
-    return next((many[0][0] for many in differing), None)
+                first_reads.setdefault(read.call_stack, read)
+                values[read.call_stack].append(read.value)
+        for call_stack, in_order in values.items():
+            outcomes[call_stack].add(tuple(in_order))
+    return next((first_reads[call_stack] for call_stack, seen in outcomes.items() if len(seen) > 1), None)
