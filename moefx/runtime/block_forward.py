@@ -94,9 +94,8 @@ class BlockForward:
             entry, reason = self._find_traced_entry(call, leaves)
         else:
             entry, reason = self._find_eager_entry(call, leaves, args, kwargs)
-            if (
-                entry is None and self.block_programs.objects != objects
-            ):  # a new program takes these arguments unflattened
+            # A new program may take these arguments unflattened.
+            if entry is None and self.block_programs.objects != objects:
                 return self(*args, **kwargs)
         if entry is not None:
             if torch.compiler.is_compiling():
