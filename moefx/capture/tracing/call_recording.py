@@ -8,6 +8,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import dataclasses
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -54,7 +55,7 @@ def record_calls(tracer: Tracer, names: dict[int, str], functions: TorchFunction
         functions: also gets the functions for which torch calls no mode.
     """
     apply = torch.autograd.Function.__dict__["apply"]
-    # `Function.apply` calls this one, even if it was looked up earlier: `activation = Activation.apply`
+    # Until torch 2.14, `Function.apply` calls this one, even if it was looked up earlier: `activation = Activation.apply`
     inner_apply = inspect.getattr_static(_SingleLevelFunction, "apply")
     plain_len = len
     observer = tracer.observer
@@ -71,6 +72,7 @@ def record_calls(tracer: Tracer, names: dict[int, str], functions: TorchFunction
         stack.enter_context(_patched(builtins, "len", length))
         stack.enter_context(_patched(torch.autograd.Function, "apply", _wrap_apply(tracer, apply, apply)))
         stack.enter_context(_patched(_SingleLevelFunction, "apply", _wrap_apply(tracer, apply, inner_apply)))
+        stack.enter_context(_patched(type(torch.autograd.Function), "__getattribute__", _wrap_lookup(tracer, apply)))
         stack.enter_context(_patched(nn.Module, "__call__", call_module(nn.Module.__call__)))
         stack.enter_context(_patched(nn.Module, "_apply", _wrap_conversion(tracer, nn.Module._apply)))
         stack.enter_context(_patched(FakeTensor, "__getattr__", _refuse_attribute(tracer)))
@@ -100,6 +102,46 @@ def _wrap_apply(tracer: Tracer, original: Any, unrecorded: Any) -> Any:
         return tracer.record_whole(run, args, kwargs, lambda: run(*args, **kwargs), opaque=True)
 
     return classmethod(apply)
+
+
+def _wrap_lookup(tracer: Tracer, apply: Any) -> Any:
+    """Wrap the lookup of class attributes of autograd functions, to record calls that no patch of `apply` sees.
+
+    From torch 2.15, `activation = Activation.apply` is a builtin function. Each call of it looks up the attribute
+    `setup_context` and then `forward`, without gradients. This gives it a `forward` that records the whole function.
+
+    Args:
+        apply: `torch.autograd.Function.apply`, which runs the function.
+    """
+    no_setup_context = _SingleLevelFunction.setup_context
+    called: Any = None
+    has_gradients = True
+
+    def look_up(cls: Any, name: str) -> Any:
+        nonlocal called, has_gradients
+        if name not in ("setup_context", "forward") or tracer.whole_op_depth or not tracer.is_own_thread():
+            return type.__getattribute__(cls, name)
+        if name == "setup_context":
+            called, has_gradients = cls, torch.is_grad_enabled()
+            return no_setup_context  # the one of `cls` runs inside of the recorded function
+        if called is not cls:
+            return type.__getattribute__(cls, name)
+        called = None
+        run = _wrap_apply(tracer, apply, apply).__get__(None, cls)
+        return functools.partial(_run_with_gradients, run, has_gradients)
+
+    return look_up
+
+
+def _run_with_gradients(run: Callable, has_gradients: bool, ctx: Any, *args: Any) -> Any:
+    """Return the results of an autograd function inside of another one, and pass on which of them have gradients."""
+    with torch.set_grad_enabled(has_gradients):
+        out = run(*args)
+    with suspend_modes(), torch.DisableTorchFunction():
+        results = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+        ctx.mark_dirty(*[t for t in results if any(t is arg for arg in args)])
+        ctx.mark_non_differentiable(*[t for t in results if not t.requires_grad])
+    return out
 
 
 def _wrap_module_call(tracer: Tracer, original: Callable, names: dict[int, str]) -> Callable:

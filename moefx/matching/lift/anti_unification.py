@@ -218,6 +218,15 @@ class Unifier:
             maker = node.args[0] if node.target is operator.getitem else node
             name = getattr(maker.target, "__name__", str(maker.target))
             source = "" if node.op == "placeholder" else str(node.meta["source"])
+            if maker.meta.get("opaque"):
+                function = getattr(maker.target, "__self__", None)
+                return Refused(
+                    f"the autograd function {getattr(function, '__name__', name)} computes a part of an expert, and a "
+                    "capture does not look into it",
+                    source=source,
+                    remedy="compute it by torch ops, such as F.silu, without torch.autograd.Function",
+                    cause=Cause.FOREIGN_ROW,
+                )
             if node in self.expert_nodes or is_random(node):
                 return Refused(
                     f"the experts' computation goes through {name}, which is not row by row",
