@@ -55,7 +55,7 @@ def record_calls(tracer: Tracer, names: dict[int, str], functions: TorchFunction
         functions: also gets the functions for which torch calls no mode.
     """
     apply = torch.autograd.Function.__dict__["apply"]
-    # Until torch 2.14, `Function.apply` calls this one, even if it was looked up earlier: `activation = Activation.apply`
+    # Until torch 2.14, `Function.apply` calls this one, even if looked up earlier: `activation = Activation.apply`
     inner_apply = inspect.getattr_static(_SingleLevelFunction, "apply")
     plain_len = len
     observer = tracer.observer
