@@ -54,6 +54,25 @@ class Last(Queue):
         return torch.arange(len(t)).flip(0)
 
 
+class Crowded(Queue):
+    """Drop slots only if an expert has too many."""
+
+    def __init__(self, keep):
+        super().__init__(lambda n: 6)
+        self.keep = keep
+
+    def forward(self, x):
+        w, ids = self.route(x)
+        out, room = torch.zeros_like(x), self.room(x.shape[0])
+        for e in range(E):
+            t, k = torch.where(ids == e)
+            if len(t) > room:
+                first = self.keep(w[t, k], room)
+                t, k = t[first], k[first]
+            out = out.index_add(0, t, self.expert(e, x[t], w[t, k, None]))
+        return out
+
+
 def check_sizes(block: nn.Module, *tokens: int) -> Match:
     """Compare the rewritten block for each number of tokens; return its match."""
     block = block.double()
@@ -129,6 +148,17 @@ class Sampled(TwelveExperts):
 
 
 @pytest.mark.sampled(12)
+def test_crowded_experts_keep_their_largest_weights():
+    match = check_sizes(Crowded(lambda w, room: w.argsort(descending=True)[:room]), 7, 33, 200)
+    assert match.drop_rule is not None and match.drop_rule.order == "weight"
+
+
+@pytest.mark.parametrize("fewer", [0, 1])
+def test_topk_over_the_slots_of_crowded_experts_is_refused(fewer):
+    with pytest.raises(Refused, match=r"some slots are dropped by no known rule.*compute a mask over all slots"):
+        rewritten(Crowded(lambda w, room: w.topk(room - fewer).indices))
+
+
 @pytest.mark.parametrize("block", [TwelveExperts, Sampled])
 @pytest.mark.parametrize(
     "room",

@@ -78,6 +78,8 @@ def _find_constant_numbers(proof: ProofView) -> dict[tuple[Source, str], str]:
             if n.op != "call_function" or not isinstance(by, fx.Node):
                 continue
             site = (by.meta["source"], str(by.target))
+            if _orders_slots(n):
+                continue
             is_statistic = is_load_statistic(form.capture, n)
             # `overflow_limits` looks beyond a fixed limit, and not beyond one that grows with the tokens
             is_limit = site in limited and not (is_statistic and len(limited[site]) > 1)
@@ -144,6 +146,17 @@ def _find_value_operands(n: fx.Node) -> list[fx.Node]:
     """Find the operands whose elements are in the result: not the positions of a lookup or of an indexed write."""
     positions = [i for i, _, _ in find_lookups(n)]
     return [a for a in n.all_input_nodes if a not in positions]
+
+
+def _orders_slots(n: fx.Node) -> bool:
+    """Return whether a node reorders an expert's slots: `slots[weights.topk(8).indices]`.
+
+    Its values are 0 if experts have one slot each, and no function of counts.
+    """
+    order = next((i for i, _, _ in find_lookups(n)), None) if get_op_name(n) in _LOOKUPS else None
+    while order is not None and get_op_name(order) in ("slice", "getitem"):
+        order = order.all_input_nodes[0]
+    return order is not None and get_op_name(order) in SELECTION_DIMS and bool(order.meta.get("ragged"))
 
 
 def _has_unbounded_operands(ranges: IntegerRanges, n: fx.Node, by: fx.Node) -> bool:
