@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -169,6 +170,66 @@ def case_between_tensor_parallel_layers() -> None:
                 optimizer.zero_grad()
         wanted = dict(original.state_dict())
         torch.testing.assert_close(moefx.full_state_dict(model), wanted, rtol=0, atol=1e-9, msg=f"{kind} {plan}")
+
+
+class Attention(nn.Module):
+    """Causal attention to all ranks' parts of a sequence, as context parallelism computes it.
+
+    Attributes:
+        group: the ranks that hold the parts, in the order of the sequence; None: this rank holds all of it.
+    """
+
+    group: dist.ProcessGroup | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(D, D, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        query, key, value = self.query(x), self.key(x), self.value(x)
+        start = 0
+        if self.group is not None:
+            key, value = (all_gather_tensor_autograd(t, 1, self.group) for t in (key, value))
+            start = dist.get_rank(self.group) * x.shape[1]
+        positions = torch.arange(start, start + x.shape[1])
+        mask = positions[:, None] >= torch.arange(key.shape[1])
+        return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+
+class ContextParallelLayers(nn.Module):
+    """Layers of attention and MoE blocks."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attentions = nn.ModuleList(Attention() for _ in range(2))
+        self.blocks = nn.ModuleList(BLOCKS[kind]() for _ in range(2))
+
+    def forward(self, x):
+        for attention, block in zip(self.attentions, self.blocks, strict=True):
+            x = x + attention(x)
+            x = x + block(x.flatten(0, 1)).view_as(x)
+        return x
+
+
+def case_within_context_parallelism() -> None:
+    """Cut sequences over an axis of the mesh. It is a data axis."""
+    x = draw_batch(0, 0)[:2].repeat(1, 2, 1)  # two sequences
+    original = ContextParallelLayers("joined").double()
+    original(x).pow(2).mean().backward()
+    for sizes, expert_axis in ((dict(cp=2, ep=2), "ep"), (dict(dp=2, cp=2), ("dp", "cp")), (dict(dp=2, cp=2), "cp")):
+        mesh = make_mesh(**sizes)
+        sequence, part = mesh[min(set(sizes) - {"cp"})].get_local_rank(), mesh["cp"].get_local_rank()
+        plan = PLAN.replace(expert_axis=expert_axis)
+        model = ContextParallelLayers("joined").double()
+        model = moefx.parallelize(moefx.compile(model, (x[:, :7],), mesh=mesh, plan=plan), mesh)
+        for module in model.modules():
+            if isinstance(module, Attention):
+                module.group = mesh.get_group("cp")
+        model(x[sequence : sequence + 1].chunk(2, dim=1)[part]).pow(2).mean().backward()
+        for name, parameter in original.named_parameters():
+            gradient = model.get_parameter(name).grad.full_tensor()
+            torch.testing.assert_close(gradient, parameter.grad, rtol=0, atol=1e-12, msg=f"{sizes} {name}")
 
 
 def case_scaled_losses() -> None:
