@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from .checkpoints.save import save_pretrained
     from .compiled_blocks import Block, blocks, graph, history
     from .distribution.data_parallelism import parallelize
-    from .distribution.pipelines.pipeline_model import Pipeline
-    from .distribution.pipelines.pipeline_parallelism import pipeline
     from .distribution.spread_models import (
         clip_grad_norm_,
         expert_parameter_names,
@@ -26,8 +24,10 @@ if TYPE_CHECKING:
         save_routing,
     )
     from .frontends.dynamo.backend import rewrite_graph
+    from .pipelines.pipeline_model import Pipeline
+    from .pipelines.pipeline_parallelism import pipeline
     from .planner.platforms import Platform
-    from .planner.ranking import plan
+    from .ranking import plan
     from .runtime.captured_step import capture_step
     from .runtime.ranks.host_order import order_hosts
 
@@ -45,12 +45,12 @@ _NAMES = {
     ".checkpoints.save": ("save_pretrained",),
     ".compiled_blocks": ("Block", "blocks", "graph", "history"),
     ".distribution.data_parallelism": ("parallelize",),
-    ".distribution.pipelines.pipeline_model": ("Pipeline",),
-    ".distribution.pipelines.pipeline_parallelism": ("pipeline",),
+    ".pipelines.pipeline_model": ("Pipeline",),
+    ".pipelines.pipeline_parallelism": ("pipeline",),
     ".distribution.spread_models": ("clip_grad_norm_", "expert_parameter_names", "full_state_dict", "save_routing"),
     ".frontends.dynamo.backend": ("rewrite_graph",),
     ".planner.platforms": ("Platform",),
-    ".planner.ranking": ("plan",),
+    ".ranking": ("plan",),
     ".runtime.captured_step": ("capture_step",),
     ".runtime.ranks.host_order": ("order_hosts",),
 }

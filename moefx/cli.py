@@ -21,7 +21,7 @@ from .model_target import TARGET_HELP, UsageError, guess_inputs, load
 
 if TYPE_CHECKING:
     from ._plan import Plan
-    from .planner.ranking import Ranking
+    from .ranking import Ranking
 
 
 BENCHMARKS = {
@@ -238,7 +238,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
 
 def run_plan(arguments: argparse.Namespace) -> int:
     from .planner.catalogue import MODELS
-    from .planner.ranking import plan
+    from .ranking import plan
 
     if arguments.skew and arguments.simulate is None:
         raise UsageError("--skew needs a simulation: pass --simulate N, too")

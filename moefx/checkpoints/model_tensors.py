@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..distribution.expert_layouts import find_expert_layouts
-from ..distribution.pipelines.pipeline_model import Pipeline
-from ..distribution.pipelines.stage_state import find_stages
 from ..distribution.training_wiring import SPREAD_MESH
 from ..errors import InvalidCheckpoint, MoefxError
+from ..pipelines.pipeline_model import Pipeline
+from ..runtime.ranks.staged_models import find_stages
 from ..runtime.ranks.state_dicts import iterate_names, join_name
 from .tensor_regions import Region
 

@@ -24,10 +24,8 @@ from ..runtime.ranks.state_dicts import ShardOnLoad, join_name
 from ..util.model_wrappers import unwrap_model
 from .data_axes import DataMeshes, choose_data_axes
 from .expert_layouts import find_expert_layouts
-from .pipelines.stage_split import find_layer_container
+from .layer_container import CONTAINERS, find_layer_container
 from .training_wiring import SPREAD_MESH, SpreadMesh
-
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def parallelize(
@@ -206,10 +204,10 @@ def _list_layers_around_blocks(model: nn.Module, blocks: list[str]) -> list[nn.M
         parts = block.split(".")
         for length in range(len(parts)):
             container = model.get_submodule(".".join(parts[:length]))
-            elements = [e for e in container.children() if not isinstance(e, _CONTAINERS)]
+            elements = [e for e in container.children() if not isinstance(e, CONTAINERS)]
             if isinstance(container, nn.ModuleList):
                 layers.update(elements)
-            elif isinstance(container, _CONTAINERS):
+            elif isinstance(container, CONTAINERS):
                 holder = container.get_submodule(parts[length])
                 layers.update(e for e in elements if type(e) is type(holder))
     layers -= {model.get_submodule(block) for block in blocks}

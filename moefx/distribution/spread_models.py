@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..runtime.ranks import gradient_clipping, state_dicts
+from ..runtime.ranks.staged_models import find_stages
 from ..runtime.ranks.state_dicts import join_name
 from ..runtime.saved_routing import save_routing as save_routing
 from .expert_layouts import find_expert_layouts
-from .pipelines.stage_state import find_stages
 
 
 def full_state_dict(model: nn.Module, *, cpu: bool = False, rank: int | None = None) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def prove_model(model: nn.Module, example_inputs: Any, plan: Plan, mesh: Any = N
     """
     survey, decision, axis = None, None, None
     if mesh is not None:
-        from ..distribution.pipelines.pipeline_stages import check_stages
+        from ..distribution.pipeline_stages import check_stages
 
         check_stages(model, mesh)
     if plan.is_undecided:

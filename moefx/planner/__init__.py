@@ -1,6 +1,6 @@
 """Rank the parallel layouts of a model on a platform, and say why (Piper III and IV, X-MoE appendix C).
 
-The files, from below:
+`moefx.plan` is in `moefx/ranking.py`. It calls these files, listed from below:
     sheet.py             formulas that are evaluated and shown
     symbols.py           the meaning of their symbols
     architecture.py      the sizes of a model that the formulas take
@@ -24,7 +24,6 @@ The files, from below:
     regions.py           where layouts fit, SSMB and TED
     scaling.py           the best layout on fewer and on more ranks
     plot_labels.py, plots.py, constants.py, ranking_page.py   the page: pictures, and sources of figures
-    ranking.py           layouts in order, as tables, formulas and a page; `plan`
     mesh_axes.py         the ways to use the axes of a mesh
     decision.py          the decision for moefx.compile, and its reasons
     auto.py              the fastest use of the axes that fits

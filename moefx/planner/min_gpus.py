@@ -10,7 +10,7 @@ from .entries import TERMS, Entry, Rejected
 from .search import find_first_fit
 
 if TYPE_CHECKING:
-    from .ranking import Ranking
+    from ..ranking import Ranking
 
 _MAX_GPUS = 2**16  # GPUs
 _TRIES = 6  # searched numbers of GPUs, some seconds in all

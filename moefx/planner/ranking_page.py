@@ -25,7 +25,7 @@ from .scaling import ScalingPoint, explain_above_ideal, search_scaling
 from .symbols import ExplainedFormulas, explain_formulas
 
 if TYPE_CHECKING:
-    from .ranking import Ranking
+    from ..ranking import Ranking
 
 MAX_ENTRIES = 10
 INSTALL = "pip install matplotlib"

@@ -19,7 +19,7 @@ from .step_formulas import find_fullest_stage
 from .symbols import ExplainedFormulas, explain_formulas
 
 if TYPE_CHECKING:
-    from .ranking import Ranking
+    from ..ranking import Ranking
 
 Axis = Literal["PP", "TP", "EP"]
 

@@ -12,7 +12,7 @@ from .entries import Entry
 from .search import search_layouts
 
 if TYPE_CHECKING:
-    from .ranking import Ranking
+    from ..ranking import Ranking
 
 _MAX_NAMED = 4
 _ENOUGH = 0.9  # share of the savings that the named parts must explain

@@ -26,7 +26,7 @@ from .step_formulas import (
 )
 
 if TYPE_CHECKING:
-    from .ranking import Ranking
+    from ..ranking import Ranking
 
 # (checkpoint policy, whether layers run again), the fastest first.
 _POLICIES = (("h", False), ("x", False), ("h", True))

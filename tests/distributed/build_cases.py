@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import moefx
 from moefx.errors import InvalidInput, InvalidPlan
 from moefx.planner.layout import Layout
-from moefx.planner.ranking import Ranking
 from moefx.planner.search import estimate_entry
+from moefx.ranking import Ranking
 
 from .parallelize_cases import check_raises
 from .pipeline_training_cases import (

@@ -12,17 +12,12 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import schedules
 
-from moefx.distribution.pipelines.micro_batches import split_inputs, split_tree
-from moefx.distribution.pipelines.pipeline_schedules import KINDS, SIMULATED, StageOrder, order_stages
-from moefx.distribution.pipelines.stage_sharding import resolve_zero
-from moefx.distribution.pipelines.stage_split import (
-    count_layers,
-    find_layer_container,
-    find_layer_keys,
-    read_split,
-    split_model,
-)
+from moefx.distribution.layer_container import find_layer_container
 from moefx.errors import InvalidInput, InvalidPlan
+from moefx.pipelines.micro_batches import split_inputs, split_tree
+from moefx.pipelines.pipeline_schedules import KINDS, SIMULATED, StageOrder, order_stages
+from moefx.pipelines.stage_sharding import resolve_zero
+from moefx.pipelines.stage_split import count_layers, find_layer_keys, read_split, split_model
 from moefx.planner.layout import Layout, Schedule
 
 from .pipeline_training_cases import EXAMPLE, LENGTH, D, Decoder

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from moefx.planner.ranking import Ranking, plan
 from moefx.planner.ranking_page import render
+from moefx.ranking import Ranking, plan
 
 from ..pace import limit_time
 from ..proof_memory import share_checks, share_proofs

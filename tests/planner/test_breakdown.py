@@ -14,10 +14,10 @@ from moefx.planner.catalogue import MODELS, find_model
 from moefx.planner.layout import Layout
 from moefx.planner.memory_formulas import MEMORY
 from moefx.planner.platforms import PLATFORMS, find_platform
-from moefx.planner.ranking import plan
 from moefx.planner.sheet import Formula, Sheet, quantities
 from moefx.planner.step_formulas import build_step_sheet, find_step_sheet
 from moefx.planner.step_formulas import collect_values as given_of
+from moefx.ranking import plan
 
 SHEETS = [
     (MEMORY, "M_gpu"),

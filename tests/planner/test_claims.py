@@ -8,7 +8,7 @@ import pytest
 
 from moefx.errors import MoefxError
 from moefx.planner.catalogue import MODELS
-from moefx.planner.ranking import Ranking, plan
+from moefx.ranking import Ranking, plan
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2")
 PLATFORMS = ("frontier", "dgx-h100", "h200", "mi300x", "a100-40gb")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moefx.planner.platforms import PLATFORMS
-from moefx.planner.ranking import plan
+from moefx.ranking import plan
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "planner.md").read_text(encoding="utf-8")

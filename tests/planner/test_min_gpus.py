@@ -10,7 +10,7 @@ from moefx import cli
 from moefx.errors import InvalidPlan, MoefxError, NothingFits
 from moefx.planner.min_gpus import find_min_gpus
 from moefx.planner.platforms import PLATFORMS, Network
-from moefx.planner.ranking import plan
+from moefx.ranking import plan
 
 from ..pace import limit_time
 

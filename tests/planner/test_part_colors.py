@@ -11,10 +11,10 @@ from moefx.planner import plots
 from moefx.planner.breakdown import LABELS, compute_memory_parts, compute_time_parts
 from moefx.planner.catalogue import MODELS
 from moefx.planner.part_colors import OTHER, find_colors
-from moefx.planner.ranking import plan
 from moefx.planner.ranking_page import _build_unique_labels, render
 from moefx.planner.regions import build_layout_grid
 from moefx.planner.scaling import search_scaling
+from moefx.ranking import plan
 
 PLANS = [
     (("olmoe-1b-7b", "a100-40gb", 4), {"batch": 16, "tokens": 512}),

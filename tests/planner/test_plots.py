@@ -10,9 +10,9 @@ import pytest
 from moefx.planner import plots
 from moefx.planner.breakdown import compute_memory_parts, compute_time_parts
 from moefx.planner.catalogue import MODELS
-from moefx.planner.ranking import plan
 from moefx.planner.regions import build_layout_grid, compute_ssmb_border
 from moefx.planner.scaling import search_scaling
+from moefx.ranking import plan
 
 pytest.importorskip("matplotlib")
 GIB = 2**30

@@ -15,10 +15,10 @@ from moefx import cli
 from moefx.planner.catalogue import find_model
 from moefx.planner.constants import render_assumptions, render_sources
 from moefx.planner.platforms import FITTED, FREE, PLATFORMS, Network, Platform
-from moefx.planner.ranking import plan, search
 from moefx.planner.ranking_page import INSTALL, file_name, has_plots, render
 from moefx.planner.regions import build_layout_grid, explain_ssmb_saving
 from moefx.planner.scaling import search_scaling
+from moefx.ranking import plan, search
 from moefx.util.unit_text import amount
 
 SMALL = ["plan", "olmoe-1b-7b", "--platform", "a100-40gb", "--gpus", "4", "--batch", "16", "--tokens", "512"]

@@ -10,7 +10,6 @@ from moefx.planner.catalogue import MODELS, find_model
 from moefx.planner.layout import Layout
 from moefx.planner.paper_formulas import X_MOE
 from moefx.planner.platforms import PLATFORMS
-from moefx.planner.ranking import plan
 from moefx.planner.regions import (
     TRADE_OFF,
     build_layout_grid,
@@ -20,6 +19,7 @@ from moefx.planner.regions import (
 )
 from moefx.planner.scaling import search_scaling
 from moefx.planner.step_formulas import evaluate_memory
+from moefx.ranking import plan
 from moefx.util.unit_text import amount
 
 

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from moefx.planner.breakdown import compute_time_parts
-from moefx.planner.ranking import plan
 from moefx.planner.scaling import ScalingPoint, explain_above_ideal, search_scaling
 from moefx.planner.step_formulas import evaluate_memory
+from moefx.ranking import plan
 from moefx.util.unit_text import amount
 
 

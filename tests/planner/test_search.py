@@ -16,9 +16,9 @@ from moefx.planner.catalogue import find_model
 from moefx.planner.entries import SearchRequest
 from moefx.planner.layout import Layout
 from moefx.planner.platforms import Network, find_platform
-from moefx.planner.ranking import plan, search
 from moefx.planner.search import choose_layout_dispatch, estimate_entry
 from moefx.planner.step_formulas import build_step_sheet, collect_values, compute_flop_per_token, evaluate_memory
+from moefx.ranking import plan, search
 from moefx.util.unit_text import amount
 
 from ..pace import limit_time

@@ -23,7 +23,7 @@ from torch import nn
 import torch.distributed as dist
 from safetensors import safe_open
 from moefx.checkpoints.safetensors_files import ShardFile, TensorEntry
-from moefx.distribution.pipelines.pipeline_stages import _digest
+from moefx.distribution.pipeline_stages import _digest
 from moefx.ir.expert_placement import Placement
 from moefx.runtime.ranks.overwrite_detection import OverwritingWatch
 from moefx.runtime.ranks.sharding import ExpertParameters

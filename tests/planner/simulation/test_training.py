@@ -17,10 +17,10 @@ from moefx.errors import InvalidPlan
 from moefx.planner.catalogue import find_model
 from moefx.planner.layout import Layout
 from moefx.planner.platforms import Network, find_platform
-from moefx.planner.ranking import plan
 from moefx.planner.simulation import simulate
 from moefx.planner.simulation.stage_work import build_stages, list_expert_groups
 from moefx.planner.step_formulas import collect_values, find_step_sheet
+from moefx.ranking import plan
 
 from ...pace import limit_time
 

@@ -9,14 +9,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ...capture.search.example_calls import find_example_calls
-from ...errors import InvalidInput, InvalidPlan
-from ...util.model_copy import copy_model
+from ..capture.search.example_calls import find_example_calls
+from ..distribution.layer_container import CONTAINERS, find_layer_container
+from ..errors import InvalidInput, InvalidPlan
+from ..util.model_copy import copy_model
 from .stage_dry_run import FIRST, DryRun, replace_submodule
 from .stage_modules import AbsentModule, EndLayer, EntryLayer, SkippedLayer, StageForward, StagePort
 
 Split = Literal["auto"] | Mapping[str, list[int]]
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,32 +80,6 @@ def count_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def find_layer_container(model: nn.Module) -> str:
-    """Return the name of the container of a decoder's layers: of the outermost lists of modules, the one with most
-    parameters.
-
-    Raises:
-        InvalidInput: there is none.
-    """
-    sizes: dict[str, int] = {}
-
-    def visit(module: nn.Module, path: str) -> None:
-        for key, child in module.named_children():
-            name = f"{path}.{key}" if path else key
-            if isinstance(child, _CONTAINERS):
-                sizes[name] = sum(parameter.numel() for parameter in child.parameters())
-            else:
-                visit(child, name)
-
-    visit(model, "")
-    if not sizes:
-        raise InvalidInput(
-            f"{type(model).__name__} has no nn.ModuleList of layers to cut into stages: a pipeline takes decoders, "
-            "with an embedding, a list of layers, a norm and a head as modules"
-        )
-    return max(sizes, key=sizes.__getitem__)
-
-
 def read_split(split: Any) -> tuple[str | None, tuple[int, ...] | None]:
     """Return the name of the layers and the number of layers of each stage, None for what `split` leaves open.
 
@@ -140,7 +114,7 @@ def find_layer_keys(model: nn.Module, name: str | None) -> tuple[str, tuple[str,
         container = model.get_submodule(layers)
     except AttributeError:
         container = model
-    if not layers or not isinstance(container, _CONTAINERS):
+    if not layers or not isinstance(container, CONTAINERS):
         raise InvalidPlan(
             f"split={{{layers!r}: ...}}: {type(model).__name__} has no list of modules of that name. Its layers seem "
             f"to be {find_layer_container(model)!r}"

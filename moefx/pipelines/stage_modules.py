@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ...errors import InvalidInput
+from ..errors import InvalidInput
 
 _PLAIN = (bool, int, float, str, type(None))
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments of the model

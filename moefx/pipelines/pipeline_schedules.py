@@ -11,7 +11,7 @@ import torch.distributed.pipelining as pipelining
 from torch import Tensor, nn
 from torch.distributed.pipelining import schedules
 
-from ...errors import InvalidPlan
+from ..errors import InvalidPlan
 from .stage_modules import StagePort
 from .stage_sharding import StageSharding, UnmanagedStage
 

@@ -7,10 +7,10 @@ import hashlib
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...errors import InvalidPlan
-from ...runtime.ranks.sharding import PIPELINE_AXIS
-from ...util.rank_values import gather_values
-from ...util.tensor_bytes import view_bytes
+from ..errors import InvalidPlan
+from ..runtime.ranks.sharding import PIPELINE_AXIS
+from ..util.rank_values import gather_values
+from ..util.tensor_bytes import view_bytes
 
 _VALUES = 8  # per parameter
 

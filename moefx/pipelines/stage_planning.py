@@ -11,19 +11,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..._plan import Plan
-from ...compiler.model_proof import survey_and_check
-from ...errors import MoefxError, UnknownArchitecture
-from ...planner.architecture import Architecture
-from ...planner.auto import collect_facts, decide, find_mesh_platform
-from ...planner.decision import Decision, Facts
-from ...planner.layout import Layout
-from ...planner.mesh_axes import AxisUse, list_axis_uses
-from ...planner.platforms import Platform
-from ...planner.search import choose_layout_dispatch
-from ...planner.stage_times import cut_by_time, predict_layer_times
-from ...runtime.ranks.sharding import PIPELINE_AXIS, TENSOR_AXIS
-from ..mesh_agreement import gather_by_rank
+from .._plan import Plan
+from ..compiler.model_proof import survey_and_check
+from ..distribution.mesh_agreement import gather_by_rank
+from ..errors import MoefxError, UnknownArchitecture
+from ..planner.architecture import Architecture
+from ..planner.auto import collect_facts, decide, find_mesh_platform
+from ..planner.decision import Decision, Facts
+from ..planner.layout import Layout
+from ..planner.mesh_axes import AxisUse, list_axis_uses
+from ..planner.platforms import Platform
+from ..planner.search import choose_layout_dispatch
+from ..planner.stage_times import cut_by_time, predict_layer_times
+from ..runtime.ranks.sharding import PIPELINE_AXIS, TENSOR_AXIS
 from .stage_split import count_layers
 
 

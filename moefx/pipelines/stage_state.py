@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...errors import InvalidInput
-from ...runtime.ranks.sharding import PIPELINE_AXIS
-from ...runtime.ranks.staged_models import STAGED
-from ...util.rank_values import gather_values
+from ..errors import InvalidInput
+from ..runtime.ranks.sharding import PIPELINE_AXIS
+from ..util.rank_values import gather_values
 
 
 class StageGroup:
@@ -85,8 +84,3 @@ class StageGroup:
             if self.mesh.size(dim) > 1:
                 dist.all_reduce(total, group=self.mesh.get_group(dim))
         return total / (self.mesh.size() // len(self.ranks))
-
-
-def find_stages(model: nn.Module) -> StageGroup | None:
-    """Return the stages of a Pipeline, None for other models."""
-    return vars(model).get(STAGED)

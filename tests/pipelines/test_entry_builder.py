@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import moefx
-from moefx.distribution.entry_builder import EntryArguments, check_model, read_entry
 from moefx.errors import InvalidInput, InvalidPlan, NothingFits
+from moefx.pipelines.entry_builder import EntryArguments, check_model, read_entry
 from moefx.planner.catalogue import find_model
 from moefx.planner.entries import Entry
 from moefx.planner.layout import CHECKPOINT_POLICIES, Layout

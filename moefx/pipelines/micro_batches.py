@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from ...errors import InvalidInput
+from ..errors import InvalidInput
 from .stage_modules import Call
 
 

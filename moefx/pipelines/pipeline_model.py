@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ...errors import InvalidInput, MoefxError
-from ...runtime.ranks.data_parallel_wrappers import ACCELERATED_PIPELINE_REFUSAL, DDP_REFUSAL
-from ...runtime.ranks.staged_models import STAGED
-from ...runtime.ranks.state_dicts import ShardOnLoad
+from ..errors import InvalidInput, MoefxError
+from ..runtime.ranks.data_parallel_wrappers import ACCELERATED_PIPELINE_REFUSAL, DDP_REFUSAL
+from ..runtime.ranks.staged_models import STAGED
+from ..runtime.ranks.state_dicts import ShardOnLoad
 from .micro_batches import check_batch, describe_inputs, split_inputs, split_tree
 from .pipeline_schedules import Stage, StageOrder, run_forwards
 from .stage_split import StageSplit, check_boundary

@@ -11,27 +11,27 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
-from ..errors import NothingFits, UnknownArchitecture, UnknownPlatform
-from ..ir.argument_binding import ExampleInputs
-from ..util.default_device import neutral_device
-from ..util.unit_text import amount
-from .architecture import Architecture
-from .catalogue import find_model
-from .entries import COLUMNS, LEGEND, SIZES, TERMS, Entry, Rejected, SearchRequest
-from .layout import Schedule
-from .memory_formulas import MEMORY
-from .min_gpus import MinGpus, find_min_gpus
-from .platforms import Platform, find_platform
-from .ranking_page import render
-from .search import SearchResult, search_layouts
-from .simulation import SimulatedStep, simulate
-from .step_formulas import collect_values, find_step_sheet
-from .symbols import ExplainedFormulas, explain_formulas
+from .errors import NothingFits, UnknownArchitecture, UnknownPlatform
+from .ir.argument_binding import ExampleInputs
+from .planner.architecture import Architecture
+from .planner.catalogue import find_model
+from .planner.entries import COLUMNS, LEGEND, SIZES, TERMS, Entry, Rejected, SearchRequest
+from .planner.layout import Schedule
+from .planner.memory_formulas import MEMORY
+from .planner.min_gpus import MinGpus, find_min_gpus
+from .planner.platforms import Platform, find_platform
+from .planner.ranking_page import render
+from .planner.search import SearchResult, search_layouts
+from .planner.simulation import SimulatedStep, simulate
+from .planner.step_formulas import collect_values, find_step_sheet
+from .planner.symbols import ExplainedFormulas, explain_formulas
+from .util.default_device import neutral_device
+from .util.unit_text import amount
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    from ..distribution.pipelines.pipeline_model import Pipeline
+    from .pipelines.pipeline_model import Pipeline
 
 _MAX_SIZES = 9  # printed sizes of a reason
 
@@ -148,7 +148,7 @@ class Ranking:
             InvalidInput: the model has other sizes than the ranking's, or cannot be cut into stages.
             NothingFits, IndexError: see `__getitem__`.
         """
-        from ..distribution.entry_builder import build_entry  # torch.distributed takes a while
+        from .pipelines.entry_builder import build_entry  # torch.distributed takes a while
 
         return build_entry(
             self, index, model, loss_fn, example_inputs=example_inputs, device_type=device_type, mp_policy=mp_policy,
@@ -268,11 +268,11 @@ def plan(
     """
     architecture: Any = find_model(model) if isinstance(model, str) else model
     if isinstance(model, nn.Module):
-        from .describe import describe  # imports capture and all passes
+        from .planner.describe import describe  # imports capture and all passes
 
         architecture = describe(model, example_inputs)
     elif hasattr(model, "model_type"):
-        from .model_configs import describe_config
+        from .planner.model_configs import describe_config
 
         architecture = describe_config(model, example_inputs)
     if not isinstance(architecture, Architecture):

@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ..._plan import Plan
-from ...api import compile as compile_model
-from ...compiled_blocks import RECORD
-from ...driver.plan_check import without_mesh_fields
-from ...errors import InvalidInput, InvalidPlan, NoMoEBlockFound
-from ...ir.argument_binding import ExampleInputs
-from ...planner.decision import Decision
-from ...runtime.block_forward import find_rewritten_blocks
-from ...runtime.ranks.sharding import PIPELINE_AXIS, format_mesh, resolve_expert_axes
-from ...runtime.ranks.staged_models import refuse_pipeline
-from ..training_wiring import mark_as_spread
+from .._plan import Plan
+from ..api import compile as compile_model
+from ..compiled_blocks import RECORD
+from ..distribution.training_wiring import mark_as_spread
+from ..driver.plan_check import without_mesh_fields
+from ..errors import InvalidInput, InvalidPlan, NoMoEBlockFound
+from ..ir.argument_binding import ExampleInputs
+from ..planner.decision import Decision
+from ..runtime.block_forward import find_rewritten_blocks
+from ..runtime.ranks.sharding import PIPELINE_AXIS, format_mesh, resolve_expert_axes
+from ..runtime.ranks.staged_models import refuse_pipeline
 from .pipeline_model import Pipeline
 from .pipeline_schedules import Stage, StageOrder, order_stages
 from .stage_modules import StagePort

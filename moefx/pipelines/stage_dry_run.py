@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ...errors import InvalidInput
-from ...util.model_copy import copy_model
-from ...util.user_code import forward_line, user_line
+from ..errors import InvalidInput
+from ..util.model_copy import copy_model
+from ..util.user_code import forward_line, user_line
 from .stage_modules import AbsentModule, SkippedLayer, find_hidden, select_output
 
 FIRST, LAST = "first", "last"

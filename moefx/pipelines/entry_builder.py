@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .._plan import Checkpoint, Plan
+from ..distribution.mesh_agreement import gather_by_rank
 from ..errors import InvalidInput, InvalidPlan, MoefxError
 from ..planner.architecture import Architecture
 from ..planner.entries import Entry
@@ -20,14 +21,13 @@ from ..planner.platforms import Platform
 from ..planner.stage_times import find_max_layers
 from ..runtime.ranks.sharding import PIPELINE_AXIS
 from ..runtime.ranks.topology import resolve_node_size
-from .mesh_agreement import gather_by_rank
-from .pipelines.pipeline_model import Pipeline
-from .pipelines.pipeline_parallelism import pipeline
-from .pipelines.stage_planning import PlannerSurvey, cut_by_predicted_time, survey_for_planner
-from .pipelines.stage_split import find_layer_keys
+from .pipeline_model import Pipeline
+from .pipeline_parallelism import pipeline
+from .stage_planning import PlannerSurvey, cut_by_predicted_time, survey_for_planner
+from .stage_split import find_layer_keys
 
 if TYPE_CHECKING:
-    from ..planner.ranking import Ranking
+    from ..ranking import Ranking
 
 _SIZES = (
     "hidden_size", "num_layers", "num_moe_layers", "num_experts", "top_k", "expert_size", "matrices", "shared_size",

@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
-from ..._plan import Plan
-from ...errors import InvalidInput, InvalidPlan
-from ...runtime.block_forward import get_rewritten_forward
-from ...runtime.ranks.sharding import TENSOR_AXIS
-from ..data_parallelism import parallelize
+from .._plan import Plan
+from ..distribution.data_parallelism import parallelize
+from ..errors import InvalidInput, InvalidPlan
+from ..runtime.block_forward import get_rewritten_forward
+from ..runtime.ranks.sharding import TENSOR_AXIS
 
 DataLayout = Literal["fsdp", "ddp", "hsdp"]
 AxisNames = str | tuple[str, ...] | None
