@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import InvalidCheckpoint, MoefxError
+from ..util.rank_group import RankGroup
 from .model_tensors import LocalPart
-from .rank_group import RankGroup
 from .tensor_regions import Region
 
 

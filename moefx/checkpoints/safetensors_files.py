@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidCheckpoint, MoefxError
+from ..util.save_folder import find_checkpoint
 from ..util.tensor_bytes import view_bytes
-from .save_folder import find_checkpoint
 from .tensor_regions import Region
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"

@@ -16,10 +16,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..errors import InvalidCheckpoint, MoefxError
 from ..util.model_wrappers import unwrap_model
+from ..util.rank_group import RankGroup
+from ..util.save_folder import replace_checkpoint
 from .key_conversion import KeyGroup, find_transformers_model, group_model_names
 from .model_tensors import ModelTensors, collect_tensors, find_group, list_models
 from .part_exchange import PartExchange
-from .rank_group import RankGroup
 from .safetensors_files import (
     ENTRY_FILES,
     SINGLE_FILE,
@@ -31,7 +32,6 @@ from .safetensors_files import (
     split_into_shards,
     write_index,
 )
-from .save_folder import replace_checkpoint
 from .tensor_regions import RecordedConversion, whole_region
 
 

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from ..checkpoints.rank_group import RankGroup
-from ..checkpoints.save_folder import find_checkpoint, replace_checkpoint
 from ..errors import InvalidCheckpoint
+from ..util.rank_group import RankGroup
+from ..util.save_folder import find_checkpoint, replace_checkpoint
 from .spread_training import reshard
 
 # Key the state by parameter name: another mesh, or another release of transformers, groups parameters differently.

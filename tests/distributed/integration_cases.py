@@ -334,7 +334,7 @@ def case_saved_states_outlive_saves_that_fail() -> None:
             parameter.zero_()
     full = OSError(errno.ENOSPC, "No space left on device")
     for failing, target in (
-        (0, "moefx.checkpoints.save_folder.os.rename"),
+        (0, "moefx.util.save_folder.os.rename"),
         (2, "torch.distributed.checkpoint.FileSystemWriter.write_data"),
     ):
         with mock.patch(target, side_effect=full) if rank == failing else contextlib.nullcontext():

@@ -13,9 +13,9 @@ from unittest import mock
 
 import pytest
 
-from moefx.checkpoints.rank_group import RankGroup
-from moefx.checkpoints.save_folder import find_checkpoint, replace_checkpoint
 from moefx.errors import MoefxError
+from moefx.util.rank_group import RankGroup
+from moefx.util.save_folder import find_checkpoint, replace_checkpoint
 
 ENTRY_FILES = ("index", "single")
 _KILLS: dict[str, int] = {}  # how many more changes of files the process makes

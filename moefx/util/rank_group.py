@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..errors import MoefxError
-from ..util.rank_values import gather_values
+from .rank_values import gather_values
 
 
 class RankGroup:
