@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from moefx import Plan
-from moefx.capture.worker_thread import run_in_worker
+from moefx.capture.environment.worker_thread import run_in_worker
 from moefx.compiler.block_compiler import BlockRewrite, rewrite_block
 
 D, H, E, K = 6, 8, 4, 2

@@ -19,9 +19,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import moefx
+from moefx.capture.environment.worker_thread import Interrupted, check_interrupt, run_in_worker
 from moefx.capture.sizes.symbolic_sizes import Number
 from moefx.capture.tracing.graph_recorder import Recorder
-from moefx.capture.worker_thread import Interrupted, check_interrupt, run_in_worker
 
 from . import models
 from .blocks import D, Loop

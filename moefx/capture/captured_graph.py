@@ -11,7 +11,7 @@ from torch import fx
 
 from ..ir.block_graph import BlockGraph
 from ..ir.node_values import TensorSpec
-from .capture_result import Capture
+from .tracing.capture_result import Capture
 from .tracing.node_origins import collect_ancestors
 
 MAX_NODES = 4096  # a copy of a node takes about as long as its capture

@@ -22,7 +22,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..ir.dataclass_fields import open_dataclasses
 from ..util.fake_tensor_log import without_fake_tensor_errors
 from ..util.tensor_trees import collect_tensors, is_float
-from .capture_result import Capture, Effect
 from .sizes.size_guards import SizeLog
 from .state.filled_caches import clear_filled_caches
 from .state.outside_state import OutsideState
@@ -40,6 +39,7 @@ from .state.side_effects import (
 )
 from .tracing.call_recording import record_calls
 from .tracing.capture_observer import CaptureObserver
+from .tracing.capture_result import Capture, Effect
 from .tracing.concrete_routing import Routing
 from .tracing.host_reads import Interventions
 from .tracing.torch_functions import TorchFunctions

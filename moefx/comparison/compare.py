@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..capture.code_locations import is_internal_error
+from ..capture.environment.code_locations import is_internal_error
 from ..errors import InvalidInput, summarize_error
 from .casts import NoCopies
 from .decisions import largest_magnitude

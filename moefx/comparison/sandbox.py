@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..capture.environment.worker_thread import check_interrupt
 from ..capture.state.side_effects import keep_random_state
-from ..capture.worker_thread import check_interrupt
 from ..ir.passed_objects import is_passed
 from ..util.default_device import users_device
 from ..util.model_copy import copy_model

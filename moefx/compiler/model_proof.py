@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from .._plan import Plan
-from ..capture.worker_thread import run_proof
+from ..capture.environment.worker_thread import run_proof
 from ..errors import Refused
 from ..ir.argument_binding import find_device
 from ..util.module_names import quote_name

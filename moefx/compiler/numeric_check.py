@@ -11,10 +11,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
+from ..capture.environment.worker_thread import run_in_worker
 from ..capture.search.skipped_calls import patch_skipped_calls
 from ..capture.state.outside_state import keep_outside_state
 from ..capture.state.side_effects import keep_random_state, silence_hooks
-from ..capture.worker_thread import run_in_worker
 from ..comparison.block_check import check_block
 from ..comparison.sandbox import Call, Casts, Inputs, RunOptions, execute, make_sandbox
 from ..errors import summarize_error

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..capture.capture_result import LAYOUT
+from ..capture.tracing.capture_result import LAYOUT
 from ..ir.argument_binding import (
     Guard,
     Specialization,

@@ -39,7 +39,7 @@ from torch import nn
 from ..capture.arguments.argument_interpretations import interpret_arguments, interpret_batch_of_one
 from ..capture.arguments.block_arguments import Arguments
 from ..capture.arguments.size_collisions import ModelNumbers
-from ..capture.code_locations import is_internal_error, is_raised_by_program
+from ..capture.environment.code_locations import is_internal_error, is_raised_by_program
 from ..capture.sizes.size_guards import SizeGuard
 from ..errors import CaptureError, Cause, Refused, summarize_error
 from ..inspection.proof_trace import AttemptRun, CutAttempt, ProofTrace

@@ -14,12 +14,12 @@ from torch import nn
 
 from .._plan import Plan
 from ..capture.arguments.block_arguments import Arguments
-from ..capture.code_locations import is_internal_error
+from ..capture.environment.code_locations import is_internal_error
+from ..capture.environment.worker_thread import run_proof
 from ..capture.search.block_search import search_blocks
 from ..capture.search.module_structure import compute_signature
 from ..capture.search.skipped_calls import SkippedCall, SkipPlan
 from ..capture.state.inner_calls import copy_abstract, iterate_objects, iterate_tensors
-from ..capture.worker_thread import run_proof
 from ..errors import Refused, summarize_error
 from ..ir.argument_binding import Path, Specialization, describe_leaf, flatten_arguments, make_signature_binder
 from ..ir.guards.attribute_reads import (

@@ -15,8 +15,8 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .._plan import Plan
-from ..capture.code_locations import is_internal_error, suppress_program_errors
 from ..capture.concolic import capture_block
+from ..capture.environment.code_locations import is_internal_error, suppress_program_errors
 from ..capture.search.block_search import BlockCandidates, SurveyedCall, search_blocks
 from ..capture.search.example_calls import find_example_calls
 from ..capture.search.isolated_run import run_copy

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .._plan import Plan
-from ..capture.worker_thread import run_proof
+from ..capture.environment.worker_thread import run_proof
 from ..compiler.block_compiler import reapply_checkpoint
 from ..compiler.model_proof import survey_and_check
 from ..compiler.survey import survey_model

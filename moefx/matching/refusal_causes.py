@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ..capture.capture_result import Capture
-from ..capture.code_locations import suppress_program_errors
+from ..capture.environment.code_locations import suppress_program_errors
 from ..capture.sizes.routed_numbers import is_emptiness_test
+from ..capture.tracing.capture_result import Capture
 from ..capture.tracing.concrete_routing import Routing
 from ..errors import Cause, MoefxError, Refused
 from ..ir.node_values import get_op_name

@@ -13,9 +13,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
-from ..capture.capture_result import Capture
-from ..capture.code_locations import suppress_program_errors
+from ..capture.environment.code_locations import suppress_program_errors
 from ..capture.sizes.size_guards import evaluate_size
+from ..capture.tracing.capture_result import Capture
 from ..capture.tracing.concrete_routing import Routing, RoutingKind
 from ..capture.tracing.host_reads import Interventions
 from ..errors import MoefxError

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..capture.capture_result import Capture
 from ..capture.state.outside_state import ARGUMENT
+from ..capture.tracing.capture_result import Capture
 from ..errors import Refused
 
 NO_CACHE = (

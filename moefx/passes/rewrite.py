@@ -18,8 +18,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
-from ..capture.capture_result import Effect, SubmoduleCall
-from ..capture.device_autocast import get_autocast_dtype
+from ..capture.environment.device_autocast import get_autocast_dtype
+from ..capture.tracing.capture_result import Effect, SubmoduleCall
 from ..capture.tracing.op_sets import CONTRACTIONS
 from ..errors import Refused
 from ..ir.passed_objects import check_structure

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moefx.capture.code_locations import is_internal_error, suppress_program_errors
+from moefx.capture.environment.code_locations import is_internal_error, suppress_program_errors
 from moefx.capture.sizes.symbolic_sizes import NumberNotTaken
 from moefx.errors import CaptureError, MoefxError, Refused
 from moefx.util.user_code import PACKAGE_DIR

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from moefx.capture.capture_result import Capture, Effect
-from moefx.capture.code_locations import Source, is_user_file
 from moefx.capture.concolic import capture_block
+from moefx.capture.environment.code_locations import Source, is_user_file
+from moefx.capture.tracing.capture_result import Capture, Effect
 from moefx.capture.tracing.concrete_routing import Routing
 from moefx.errors import CaptureError
 

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moefx
 from moefx.capture.concolic import capture_block
-from moefx.capture.device_autocast import get_autocast_dtype, use_device_autocast
+from moefx.capture.environment.device_autocast import get_autocast_dtype, use_device_autocast
 from moefx.capture.tracing.concrete_routing import Routing
 from moefx.compiler.block_compiler import rewrite_block
 from moefx.errors import CaptureError

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from moefx.capture import code_locations
+from moefx.capture.environment import code_locations
 from moefx.comparison import compare, sandbox
 from moefx.comparison.block_check import BlockCheck, check_block
 from moefx.comparison.routing_tape import RecordingMode, Scope, Tape

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import moefx
-from moefx.capture.worker_thread import run_in_worker
+from moefx.capture.environment.worker_thread import run_in_worker
 from moefx.errors import Refused
 
 from ..blocks import D, E, K, Loop, Mlp, rewritten

@@ -18,7 +18,7 @@ from torch import nn
 
 from ...errors import Refused
 from ...util.user_code import is_user_file
-from ..code_locations import Source, find_user_opcode, iterate_user_frames
+from ..environment.code_locations import Source, find_user_opcode, iterate_user_frames
 from .idle_calls import CONTAINERS
 from .idle_flow import Flow, bind_parameters
 from .idle_names import name_of

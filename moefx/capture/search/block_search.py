@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...ir.dataclass_fields import open_dataclasses
 from ...util.tensor_trees import has_values, is_float, suspend_modes
-from ..code_locations import find_user_source, is_internal_error
 from ..concolic import capture_block
+from ..environment.code_locations import find_user_source, is_internal_error
 from ..state.inner_calls import CallChanges, InnerCall, StateSnapshot, iterate_objects, iterate_tensors
 from ..state.raw_containers import copy_items, find_base_type, have_same_items
 from ..tracing.concrete_routing import Routing

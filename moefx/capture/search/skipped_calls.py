@@ -28,7 +28,7 @@ from ...errors import Refused
 from ...ir.guards.attribute_reads import AttributeLocation
 from ...ir.passed_objects import PassedObject, is_passed, replace_objects
 from ...util.tensor_trees import is_float
-from ..code_locations import find_user_source, is_user_access
+from ..environment.code_locations import find_user_source, is_user_access
 from ..state.inner_calls import InnerCall, collect_given_tensors, iterate_objects
 from ..state.side_effects import HOOKS
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from ...errors import Refused
 from ...ir.graph_codegen import FUNCTIONS
-from ..code_locations import find_user_source
+from ..environment.code_locations import find_user_source
 
 MAX_COMPARISONS = 256  # different comparisons of sizes in one capture
 COMPARE = {

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...errors import Refused
 from ...ir.graph_codegen import FUNCTIONS
-from ..code_locations import find_user_source
+from ..environment.code_locations import find_user_source
 from .size_guards import COMPARE, SizeLog
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ...errors import Refused
-from ..code_locations import find_user_source
+from ..environment.code_locations import find_user_source
 from .size_guards import SizeLog, evaluate_size
 from .symbolic_sizes import Number, Size, peek_value
 

@@ -19,7 +19,7 @@ import torch
 from torch import fx, nn
 
 from ...util.tensor_trees import collect_tensors, is_float, map_tensors
-from ..capture_result import Effect
+from ..tracing.capture_result import Effect
 from ..tracing.tracer import Tracer
 from .raw_containers import copy_items, restore_items
 

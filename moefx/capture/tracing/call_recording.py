@@ -24,9 +24,9 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ...util.tensor_trees import suspend_modes
 from ...util.user_code import is_library_file
-from ..capture_result import SubmoduleCall
-from ..code_locations import is_user_asking_tensor
-from ..device_autocast import get_autocast_dtype
+from ..environment.code_locations import is_user_asking_tensor
+from ..environment.device_autocast import get_autocast_dtype
+from .capture_result import SubmoduleCall
 from .tracer import Tracer
 
 _WITHOUT_MODE = ("range",)  # functions for which torch calls no mode

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ...util.tensor_trees import collect_tensors, is_float, map_tensors
-from ..capture_result import FORCE_MIXED, FORCE_VARIED
-from ..code_locations import Source, find_user_source
+from ..environment.code_locations import Source, find_user_source
+from .capture_result import FORCE_MIXED, FORCE_VARIED
 from .op_runner import OpRunner
 from .op_sets import ELEMENT_SELECTIONS, bare_name
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ...errors import CaptureError
-from ..code_locations import find_user_source
+from ..environment.code_locations import find_user_source
 
 aten = torch.ops.aten
 GROUPED_MM = aten._grouped_mm

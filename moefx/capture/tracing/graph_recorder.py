@@ -25,11 +25,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...errors import CaptureError
 from ...util.tensor_trees import collect_tensors, is_float, map_tensors, suspend_modes
-from .. import device_autocast
-from ..code_locations import NOWHERE, find_user_source, find_user_stack
+from ..environment import device_autocast
+from ..environment.code_locations import NOWHERE, find_user_source, find_user_stack
+from ..environment.worker_thread import check_interrupt
 from ..sizes.size_guards import SizeLog
 from ..sizes.symbolic_sizes import unwrap_numbers
-from ..worker_thread import check_interrupt
 from .layout_cache import find_layout, make_key, make_meta_tensor, store_layout
 from .node_origins import has_gradients
 

@@ -15,11 +15,17 @@ from torch import fx
 
 from ...errors import Refused
 from ...util.tensor_trees import has_values, is_float
-from ..capture_result import HostRead, LimitedOutcome
-from ..code_locations import Source, find_user_opcode, find_user_stack, is_user_asking_number, is_user_asking_tensor
 from ..emptiness.idle_tests import BOOLEAN, KEYS, LOADS, EmptinessTests
+from ..environment.code_locations import (
+    Source,
+    find_user_opcode,
+    find_user_stack,
+    is_user_asking_number,
+    is_user_asking_tensor,
+)
 from ..sizes.routed_numbers import ROW_COUNT, RoutedFloat, RoutedInt, is_row_emptiness_test
 from ..sizes.symbolic_sizes import peek_value
+from .capture_result import HostRead, LimitedOutcome
 from .concrete_routing import Routing
 from .node_origins import find_float_decisions, find_leaf_kinds, follows_from_floats, is_abstract, is_nan_check
 from .op_runner import OpRunner

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (
 
 from ...errors import CaptureError, Refused
 from ...util.tensor_trees import collect_tensors, is_float, map_tensors
-from ..code_locations import find_user_source
+from ..environment.code_locations import find_user_source
 from .concrete_routing import Routing
 from .concrete_values import compute_concrete_value
 from .functionalize import GROUPED_MM, make_grouped_result, require_one_dtype

@@ -18,13 +18,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from ...util.tensor_trees import collect_tensors, is_float, suspend_modes
-from .. import device_autocast
-from ..capture_result import LAYOUT
-from ..code_locations import is_user_asking_tensor
 from ..emptiness.idle_tests import ROWS
+from ..environment import device_autocast
+from ..environment.code_locations import is_user_asking_tensor
 from ..sizes.routed_numbers import ROW_COUNT, wrap_routed
 from ..sizes.symbolic_sizes import Size, unwrap_numbers, wrap_sizes
 from ..sizes.view_sizes import MAX_ROWS_PER_TOKEN, ViewSizes
+from .capture_result import LAYOUT
 from .functionalize import require_one_dtype_under
 from .node_origins import follows_from_floats
 from .tracer import Tracer

@@ -18,10 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...errors import Refused
 from ...util.tensor_trees import is_float, map_tensors, suspend_modes
-from .. import device_autocast
-from ..capture_result import SubmoduleCall
-from ..code_locations import find_user_source
+from ..environment import device_autocast
+from ..environment.code_locations import find_user_source
 from .capture_observer import CaptureObserver
+from .capture_result import SubmoduleCall
 from .concrete_routing import Routing
 from .forced_values import ForcedValues
 from .functionalize import find_functional_form, restore_row_axis

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from ...capture.code_locations import Source
+from ...capture.environment.code_locations import Source
 from ...compiled_blocks import Record
 from ...compiler.survey_result import Refusal
 from ...errors import Cause

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ...capture.code_locations import Source
+from ...capture.environment.code_locations import Source
 from ...errors import Refused
 from ...ir.node_values import get_op_name
 from ...util.user_code import is_user_file

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from ..._plan import Plan
-from ...capture.device_autocast import use_device_autocast
+from ...capture.environment.device_autocast import use_device_autocast
+from ...capture.environment.worker_thread import run_in_worker
 from ...capture.search.block_search import SurveyedCall
 from ...capture.sizes.size_guards import SizeGuard
-from ...capture.worker_thread import run_in_worker
 from ...compiler.block_compiler import BlockRewrite, finish_block, rewrite_block
 from ...compiler.block_report import build_report
 from ...compiler.check_policy import CheckPolicy

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ...capture.code_locations import Source, override_user_stack
+from ...capture.environment.code_locations import Source, override_user_stack
 from ...capture.sizes.symbolic_sizes import SYMBOLIC_FUNCTIONS
 
 

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.capture_result import FORCE_VARIED
-from ...capture.code_locations import Source
+from ...capture.environment.code_locations import Source
+from ...capture.tracing.capture_result import FORCE_VARIED
 from ...errors import Cause, Refused
 from ...ir.node_values import get_op_name
 from ..facts.graph_nodes import collect_numbers, find_comparison

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...capture.code_locations import suppress_program_errors
+from ...capture.environment.code_locations import suppress_program_errors
 from ...capture.tracing.concrete_routing import Routing
 from ...errors import MoefxError, Refused
 from ..capacity_formulas import Formula, find_formula

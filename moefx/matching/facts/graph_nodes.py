@@ -16,8 +16,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.capture_result import Capture, HostRead
 from ...capture.search.skipped_calls import UnknownResult
+from ...capture.tracing.capture_result import Capture, HostRead
 from ...capture.tracing.node_origins import fold_ancestors, is_abstract
 from ...capture.tracing.op_sets import SHAPE_ONLY
 from ...ir.node_values import get_argument, get_op_name

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...capture.capture_result import Capture
 from ...capture.sizes.routed_numbers import RoutedInt
 from ...capture.sizes.symbolic_sizes import unwrap_numbers
+from ...capture.tracing.capture_result import Capture
 from ...ir.node_values import get_op_name
 from .graph_nodes import SELECTION_DIMS, find_lookups, is_state, position_axis
 from .op_classes import AXIS_REDUCTIONS, CLOSED_ON_INTEGERS, COMPARISONS, ELEMENT_MOVES, LOOKUPS, MONOTONE

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.capture_result import Capture
+from ...capture.tracing.capture_result import Capture
 from ...capture.tracing.op_sets import SHAPE_ONLY
 from .graph_nodes import fold_ancestors, follows_from_integers
 

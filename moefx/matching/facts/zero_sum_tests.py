@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...capture.capture_result import HostRead
+from ...capture.tracing.capture_result import HostRead
 from ...capture.tracing.node_origins import find_float_decisions, hash_computation, is_abstract
 from ...ir.node_values import get_op_name
 from .op_classes import NOT_NEGATIVE, PICKS, PRODUCTS, SIZE_REDUCTIONS, VIEWS

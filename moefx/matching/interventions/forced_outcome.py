@@ -9,9 +9,9 @@ import dataclasses
 import enum
 from typing import TYPE_CHECKING, Any
 
-from ...capture.capture_result import Capture, LimitedOutcome
-from ...capture.code_locations import Source, is_internal_error, is_raised_by_program
+from ...capture.environment.code_locations import Source, is_internal_error, is_raised_by_program
 from ...capture.sizes.symbolic_sizes import peek_value
+from ...capture.tracing.capture_result import Capture, LimitedOutcome
 from ...capture.tracing.host_reads import Interventions
 from ...errors import MoefxError, Refused
 

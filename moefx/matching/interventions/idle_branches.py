@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import fx
 
-from ...capture.capture_result import HostRead
-from ...capture.code_locations import is_program_error
+from ...capture.environment.code_locations import is_program_error
 from ...capture.sizes.routed_numbers import RoutedInt, is_emptiness_test
 from ...capture.sizes.size_guards import COMPARE
+from ...capture.tracing.capture_result import HostRead
 from ...capture.tracing.concrete_routing import Routing
 from ...errors import MoefxError
 from ...ir.node_values import get_op_name

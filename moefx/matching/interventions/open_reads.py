@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import fx
 
-from ...capture.capture_result import Capture, HostRead
-from ...capture.code_locations import Source
+from ...capture.environment.code_locations import Source
 from ...capture.sizes.routed_numbers import ROW_COUNT, is_emptiness_test
 from ...capture.sizes.size_guards import COMPARE
+from ...capture.tracing.capture_result import Capture, HostRead
 from ...capture.tracing.node_origins import find_float_decisions
 from ...ir.node_values import get_op_name
 from ..facts import zero_sum_tests

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from ...capture.capture_result import Capture
-from ...capture.code_locations import Source
+from ...capture.environment.code_locations import Source
 from ...capture.sizes.size_guards import SizeGuard
+from ...capture.tracing.capture_result import Capture
 from ..terms.parameter_slices import ParameterSlice
 from .lift_options import LiftOptions
 

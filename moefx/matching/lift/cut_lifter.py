@@ -17,7 +17,7 @@ from collections import Counter, defaultdict
 import torch
 from torch import fx
 
-from ...capture.capture_result import Capture
+from ...capture.tracing.capture_result import Capture
 from ...errors import Refused
 from ...inspection.proof_trace import CutAttempt
 from ..terms.parameter_slices import strip_moves

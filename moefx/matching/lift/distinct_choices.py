@@ -30,7 +30,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.capture_result import Capture
+from ...capture.tracing.capture_result import Capture
 from ...capture.tracing.op_sets import SHAPE_ONLY
 from ...ir.node_values import get_argument, get_op_name
 from ..facts.graph_nodes import SELECTION_DIMS, collect_numbers, is_random, position_axis

@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.capture_result import Capture
+from ...capture.tracing.capture_result import Capture
 from ...capture.tracing.node_origins import find_float_decisions
 from ...errors import Cause, Refused
 from ...ir.node_values import get_op_name

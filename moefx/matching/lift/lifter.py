@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.capture_result import Capture
+from ...capture.tracing.capture_result import Capture
 from ...errors import Cause, Refused
 from ...inspection.proof_trace import CutAttempt, ProofTrace
 from ...ir.expression_check import is_pointwise

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ...capture.capture_result import Capture
+from ...capture.tracing.capture_result import Capture
 from ...errors import Cause, Refused
 from ..terms.parameter_slices import ParameterSlice, is_state_slice
 from ..terms.term import Term, constant_value, is_const

@@ -27,7 +27,7 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.capture_result import Capture
+from ...capture.tracing.capture_result import Capture
 from ...capture.tracing.node_origins import collect_ancestors, find_float_decisions, fold_ancestors
 from ...errors import Refused
 from ...ir.expression_check import is_pointwise

@@ -22,9 +22,9 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from ...capture.arguments.block_arguments import Arguments, ExtraValue
-from ...capture.capture_result import Capture
-from ...capture.code_locations import suppress_program_errors
+from ...capture.environment.code_locations import suppress_program_errors
 from ...capture.state.side_effects import has_integers
+from ...capture.tracing.capture_result import Capture
 from ...capture.tracing.concrete_routing import Routing, can_hold
 from ...errors import MoefxError
 from ...ir.node_values import get_op_name

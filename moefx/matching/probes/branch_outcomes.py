@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
-from ...capture.capture_result import Capture, HostRead
-from ...capture.code_locations import is_internal_error
+from ...capture.environment.code_locations import is_internal_error
+from ...capture.tracing.capture_result import Capture, HostRead
 from ...capture.tracing.host_reads import Interventions
 from ...errors import MoefxError, Refused
 from ...ir.guards.attribute_reads import find_attributes

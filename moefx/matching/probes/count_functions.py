@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ...capture.capture_result import FORCE_VARIED, Capture
-from ...capture.code_locations import Source
+from ...capture.environment.code_locations import Source
+from ...capture.tracing.capture_result import FORCE_VARIED, Capture
 from ...capture.tracing.node_origins import fold_ancestors
 from ...capture.tracing.op_sets import CONTRACTIONS, SHAPE_ONLY
 from ...ir.node_values import get_op_name

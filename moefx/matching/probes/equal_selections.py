@@ -28,8 +28,8 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from ...capture.capture_result import FORCE_MIXED, Capture
-from ...capture.code_locations import is_internal_error
+from ...capture.environment.code_locations import is_internal_error
+from ...capture.tracing.capture_result import FORCE_MIXED, Capture
 from ...capture.tracing.concrete_routing import Routing
 from ...capture.tracing.concrete_values import recompute_values
 from ...capture.tracing.node_origins import collect_ancestors, find_float_decisions

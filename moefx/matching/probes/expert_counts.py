@@ -18,8 +18,8 @@ import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ...capture.capture_result import HostRead
-from ...capture.code_locations import is_internal_error
+from ...capture.environment.code_locations import is_internal_error
+from ...capture.tracing.capture_result import HostRead
 from ...capture.tracing.concrete_routing import Routing, RoutingKind
 from ...capture.tracing.node_origins import find_float_decisions, is_abstract
 from ...errors import MoefxError

@@ -18,8 +18,8 @@ import torch
 from torch import fx
 
 from ...capture.arguments.block_arguments import ExtraValue
-from ...capture.capture_result import Capture
-from ...capture.code_locations import is_program_error
+from ...capture.environment.code_locations import is_program_error
+from ...capture.tracing.capture_result import Capture
 from ...capture.tracing.concrete_routing import Routing, can_hold
 from ...errors import Refused
 from ...ir.node_values import get_op_name

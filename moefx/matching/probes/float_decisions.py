@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ...capture.capture_result import FORCE_MIXED, Capture
-from ...capture.code_locations import Source
+from ...capture.environment.code_locations import Source
+from ...capture.tracing.capture_result import FORCE_MIXED, Capture
 from ...capture.tracing.node_origins import find_float_decisions
 from ...ir.node_values import get_op_name
 from ..interventions.forced_outcome import ForcedStep, OutcomeKind, force_outcome

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import fx
 
-from ...capture.capture_result import Capture
-from ...capture.code_locations import suppress_program_errors
+from ...capture.environment.code_locations import suppress_program_errors
+from ...capture.tracing.capture_result import Capture
 from ...capture.tracing.concrete_routing import Routing
 from ...errors import Refused
 from .boundary_values import evaluate_path, find_integer_ancestors, find_path

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ...capture.capture_result import FORCE_MIXED, Capture
-from ...capture.code_locations import is_internal_error, is_raised_by_program, suppress_program_errors
+from ...capture.environment.code_locations import is_internal_error, is_raised_by_program, suppress_program_errors
 from ...capture.state.side_effects import has_integers
+from ...capture.tracing.capture_result import FORCE_MIXED, Capture
 from ...capture.tracing.concrete_routing import Routing
 from ...capture.tracing.node_origins import is_abstract
 from ...errors import Refused

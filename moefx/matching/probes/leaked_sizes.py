@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch.utils._pytree as pytree
 
-from ...capture.capture_result import Capture
 from ...capture.sizes.size_guards import SizeGuard, evaluate_size
 from ...capture.sizes.symbolic_sizes import unwrap_numbers
+from ...capture.tracing.capture_result import Capture
 from ...capture.tracing.concrete_routing import Routing, RoutingKind
 from ...errors import CaptureError, Refused
 from ...ir.guards.code_closure import collect_code, trace_closure

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import fx
 
-from ...capture.capture_result import Capture, HostRead
-from ...capture.code_locations import Source, is_program_error, suppress_program_errors
+from ...capture.environment.code_locations import Source, is_program_error, suppress_program_errors
 from ...capture.sizes.routed_numbers import RoutedFloat, RoutedInt, is_emptiness_test
 from ...capture.sizes.size_guards import SizeGuard
+from ...capture.tracing.capture_result import Capture, HostRead
 from ...capture.tracing.concrete_routing import Routing
 from ...capture.tracing.host_reads import Interventions
 from ...errors import MoefxError, Refused

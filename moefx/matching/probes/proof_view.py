@@ -21,10 +21,10 @@ from typing import Protocol
 from torch import nn
 
 from ...capture.arguments.block_arguments import Arguments
-from ...capture.capture_result import Capture
-from ...capture.code_locations import Source
 from ...capture.emptiness.idle_tests import EmptinessTests
+from ...capture.environment.code_locations import Source
 from ...capture.sizes.size_guards import SizeGuard
+from ...capture.tracing.capture_result import Capture
 from ...capture.tracing.concrete_routing import Routing
 from ...capture.tracing.host_reads import Interventions
 from ..lift.canonical_form import CanonicalForm

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import Refused
 
 if TYPE_CHECKING:
-    from ...capture.code_locations import Source
+    from ...capture.environment.code_locations import Source
     from .proof_view import ProofView
 
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ...capture.capture_result import Capture
-from ...capture.code_locations import is_internal_error
+from ...capture.environment.code_locations import is_internal_error
+from ...capture.tracing.capture_result import Capture
 from ...capture.tracing.concrete_routing import Routing
 from ...capture.tracing.host_reads import Interventions
 from ...errors import MoefxError, Refused

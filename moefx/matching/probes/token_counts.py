@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...capture.code_locations import is_internal_error
+from ...capture.environment.code_locations import is_internal_error
 from ...capture.sizes.size_guards import SizeGuard
 from ...capture.tracing.concrete_routing import Routing, RoutingKind
 from ...errors import MoefxError, Refused

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ...capture.capture_result import Capture
-from ...capture.code_locations import Source, is_internal_error, is_program_error
+from ...capture.environment.code_locations import Source, is_internal_error, is_program_error
 from ...capture.sizes.size_guards import SizeGuard
+from ...capture.tracing.capture_result import Capture
 from ...capture.tracing.concrete_routing import Routing
 from ...errors import Refused
 from ...ir.node_values import get_op_name

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Hashable
 from typing import Any
 
-from ...capture.capture_result import Capture
-from ...capture.code_locations import Source
 from ...capture.emptiness.idle_tests import EmptinessTests
+from ...capture.environment.code_locations import Source
 from ...capture.sizes.size_guards import SizeGuard, SizeLog
+from ...capture.tracing.capture_result import Capture
 from ..facts.graph_nodes import line
 from ..lift.canonical_form import CanonicalForm
 from ..lift.same_form import require_same_form

@@ -14,10 +14,10 @@ from collections.abc import Hashable, Iterator
 from torch import nn
 
 from ...capture.arguments.block_arguments import Arguments
-from ...capture.capture_result import Capture
-from ...capture.code_locations import Source
 from ...capture.concolic import capture_block
+from ...capture.environment.code_locations import Source
 from ...capture.sizes.size_guards import SizeGuard, SizeLog
+from ...capture.tracing.capture_result import Capture
 from ...capture.tracing.concrete_routing import Routing
 from ...capture.tracing.host_reads import Interventions
 from ...errors import Refused

@@ -9,7 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
-from ...capture.code_locations import NOWHERE, Source
+from ...capture.environment.code_locations import NOWHERE, Source
 from ...errors import Refused
 from ...ir.node_values import get_op_name
 

@@ -16,8 +16,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.capture_result import SubmoduleCall
-from ...capture.device_autocast import get_autocast_dtype
+from ...capture.environment.device_autocast import get_autocast_dtype
+from ...capture.tracing.capture_result import SubmoduleCall
 from ...errors import Refused
 from ...ir.node_values import get_op_name
 from ...ir.passed_objects import check_structure, check_tensor, get_name, is_passed

@@ -9,8 +9,8 @@ from typing import Any
 import torch.utils._pytree as pytree
 from torch import fx
 
-from ...capture.capture_result import Capture, HostRead, SubmoduleCall
-from ...capture.code_locations import Source
+from ...capture.environment.code_locations import Source
+from ...capture.tracing.capture_result import Capture, HostRead, SubmoduleCall
 from ...capture.tracing.node_origins import find_float_decisions
 from ...errors import Refused
 from ...ir.node_values import get_op_name

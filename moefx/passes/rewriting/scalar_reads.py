@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...capture.capture_result import Capture, HostRead
+from ...capture.tracing.capture_result import Capture, HostRead
 from ...matching.facts.graph_nodes import follows_from_state
 from .aligned_nodes import AlignedNodes
 

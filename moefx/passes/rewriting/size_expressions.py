@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from ...capture.capture_result import Capture
 from ...capture.sizes.size_guards import evaluate_size
+from ...capture.tracing.capture_result import Capture
 from ...capture.tracing.concrete_routing import RoutingKind
 from ...errors import Refused
 from ...ir.graph_codegen import FUNCTIONS

@@ -9,7 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
-from ...capture.capture_result import SubmoduleCall
+from ...capture.tracing.capture_result import SubmoduleCall
 from ...ir.passed_objects import is_passed
 from ...matching.match_result import Match
 from .aligned_nodes import AlignedNodes, leaf_nodes

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import moefx
-from moefx.capture.capture_result import Capture
+from moefx.capture.tracing.capture_result import Capture
 from moefx.errors import InvalidPlan
 from moefx.frontends.dynamo import backend
 from moefx.frontends.fx import proof_cache

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx, nn
 
-from moefx.capture.capture_result import Capture
 from moefx.capture.concolic import capture_block
+from moefx.capture.tracing.capture_result import Capture
 from moefx.capture.tracing.concrete_routing import Routing
 from moefx.ir.node_values import get_op_name
 from moefx.matching.lift.canonical_form import CanonicalForm

@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..util.compile_lock import compile_lock
-from ..util.default_device import neutral_device
+from ...util.compile_lock import compile_lock
+from ...util.default_device import neutral_device
 from . import device_autocast
 
 R = TypeVar("R")

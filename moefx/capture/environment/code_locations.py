@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from ..errors import MoefxError
-from ..util.user_code import GENERATED, PACKAGE_DIR, PYTHON_DIR, TORCH_DIR, is_user_file
+from ...errors import MoefxError
+from ...util.user_code import GENERATED, PACKAGE_DIR, PYTHON_DIR, TORCH_DIR, is_user_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,13 +48,13 @@ class Source:
         return linecache.getline(self.file, self.line).strip()
 
 
-_FOLDER = __file__.removesuffix("code_locations.py")
+_FOLDER = __file__.removesuffix("environment/code_locations.py")
 _CAPTURE = _FOLDER + "concolic.py"
 _NUMBER_FILES = ("sizes/routed_numbers.py", "sizes/symbolic_sizes.py", "tracing/host_reads.py")
 _NUMBERS = (__file__, *(_FOLDER + name for name in _NUMBER_FILES))
 _WRAPPERS = ("_tensor.py", "overrides.py", "functional.py", "_ops.py", "_compile.py", "_dynamo/", "utils/")
 _TENSORS = tuple(TORCH_DIR + name for name in _WRAPPERS)
-_STAND_INS = __file__.replace("capture/code_locations.py", "ir/passed_objects.py")
+_STAND_INS = __file__.replace("capture/environment/code_locations.py", "ir/passed_objects.py")
 
 
 def is_user_access(frame: types.FrameType | None) -> bool:

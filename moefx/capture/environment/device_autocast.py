@@ -18,8 +18,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ..errors import CaptureError
-from ..util.tensor_trees import collect_tensors, map_tensors
+from ...errors import CaptureError
+from ...util.tensor_trees import collect_tensors, map_tensors
 from .code_locations import suppress_program_errors
 
 aten = torch.ops.aten

@@ -13,14 +13,14 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..errors import Refused
-from .code_locations import Source
-from .sizes.size_guards import SizeLog
+from ...errors import Refused
+from ..environment.code_locations import Source
+from ..sizes.size_guards import SizeLog
 
 if TYPE_CHECKING:
-    from .emptiness.idle_tests import EmptinessTests
-    from .tracing.concrete_routing import Routing
-    from .tracing.host_reads import Interventions
+    from ..emptiness.idle_tests import EmptinessTests
+    from .concrete_routing import Routing
+    from .host_reads import Interventions
 
 # Force mixed outcomes, element by element: both outcomes of a comparison, an integer or one more. Choices select among
 # arbitrary numbers.
