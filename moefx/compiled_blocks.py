@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import sys
 import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from .inspection.history import History
 from .ir.argument_binding import Specialization
 from .ir.block_graph import BlockGraph
 from .runtime.block_forward import BlockForward, find_rewritten_blocks
+from .runtime.graph_backend import find_backend
 from .util.model_wrappers import unwrap_model
 from .util.module_names import quote_name
 
@@ -145,5 +145,5 @@ def is_compiled_function(target: Any) -> bool:
 
 def find_graph_regions(target: Any) -> tuple[Record | None, dict[str, BlockForward]]:
     """Return the record and the regions of a model or function that was compiled with `backend="moefx"`."""
-    backend = sys.modules.get("moefx.frontends.dynamo.backend")  # Dynamo loads it on first use
-    return backend.compiled_for(target) if backend is not None else (None, {})
+    backend = find_backend()
+    return backend.find_record(target) if backend is not None else (None, {})

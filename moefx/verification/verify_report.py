@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import json
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from ..comparison.sandbox import Inputs
 from ..errors import InvalidInput, VerificationFailed
 from ..ir.argument_binding import ExampleInputs
 from ..runtime.block_forward import find_rewritten_blocks
+from ..runtime.graph_backend import find_backend
 from ..util.default_device import neutral_device
 from ..util.model_wrappers import unwrap_model
 from .compiled_parts import CompiledPart, find_compiled_parts
@@ -28,7 +28,7 @@ from .modes import parse_modes
 from .report_table import format_report
 
 if TYPE_CHECKING:
-    from .backend_verifier import BackendRecipe
+    from ..frontends.dynamo.backend_verifier import BackendRecipe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,9 +152,9 @@ def verify(
         shares.check_agreement(", ".join(f"{setting}: {value}" for setting, value in settings.items()))
         shares.check_tokens(sets)
     if recipes and not find_rewritten_blocks(compiled):
-        from .backend_verifier import verify_traced  # imports the backend
-
-        traced_verifier = verify_traced(
+        backend = find_backend()
+        assert backend is not None  # it found the recipes
+        traced_verifier = backend.verify(
             compiled, recipes, reference, sets, dtype=dtype, grads=grads, seeds=seeds, loss=loss, routings=routings,
             token_counts=token_counts, modes=further_modes,
         )  # fmt: skip
@@ -220,7 +220,7 @@ def _check_models(
 
 def _find_recipes(model: nn.Module) -> Mapping[str, BackendRecipe]:
     """Return the parts of a model that `torch.compile(..., backend="moefx")` compiled, by name."""
-    backend = sys.modules.get("moefx.frontends.dynamo.backend")  # loaded by Dynamo on first use
+    backend = find_backend()
     return backend.find_recipes(model) if backend is not None else {}
 
 

@@ -18,12 +18,13 @@ from ...compiler.survey_result import Refusal
 from ...errors import Refused
 from ...inspection.explain import BlockReport, merge_refusals
 from ...runtime.block_forward import BlockForward, find_rewritten_blocks
-from ...verification.backend_verifier import BackendRecipe, keeping_saved_tensors
+from ...runtime.graph_backend import GraphBackend, register_backend
 from ...verification.compiled_parts import find_compiled_parts
 from ..fx import trace_artifacts
 from ..fx.graph_rewrite import GraphRegions, build_refusal, check_inputs, check_plan, rewrite_regions
 from ..fx.normalize import normalize, restore_calls
 from . import registry
+from .backend_verifier import BackendRecipe, keeping_saved_tensors, verify_traced
 from .compile_options import parse_options
 
 _log = logging.getLogger(__name__)
@@ -209,3 +210,6 @@ def compiled_for(target: nn.Module | Callable[..., Any]) -> tuple[Record | None,
     return (
         Record((), (registry.explain_missing(target, _find_skipped_functions()),), 0.0) if was_compiled else None
     ), {}
+
+
+register_backend(GraphBackend(compiled_for, find_recipes, verify_traced))

@@ -21,17 +21,23 @@ from torch._functorch import config as functorch
 from torch._guards import TracingContext
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from .._plan import Plan
-from ..comparison.compare import CallChain
-from ..comparison.routing_tape import Scope
-from ..comparison.sandbox import Inputs, RunOptions, change_tensors
-from ..compiler.survey_result import Refusal
-from ..frontends.fx.graph_rewrite import rewrite_regions
-from ..inspection.explain import merge_refusals
-from ..runtime.block_forward import BlockForward, find_rewritten_blocks
-from .compiled_parts import CompiledCopies, CompiledPart, allow_recompiles
-from .model_verifier import LATER_CALLS, ModelVerifier, add_calls, build_path_rows, copy_with_original_regions
-from .modes import Mode
+from ..._plan import Plan
+from ...comparison.compare import CallChain
+from ...comparison.routing_tape import Scope
+from ...comparison.sandbox import Inputs, RunOptions, change_tensors
+from ...compiler.survey_result import Refusal
+from ...inspection.explain import merge_refusals
+from ...runtime.block_forward import BlockForward, find_rewritten_blocks
+from ...verification.compiled_parts import CompiledCopies, CompiledPart, allow_recompiles
+from ...verification.model_verifier import (
+    LATER_CALLS,
+    ModelVerifier,
+    add_calls,
+    build_path_rows,
+    copy_with_original_regions,
+)
+from ...verification.modes import Mode
+from ..fx.graph_rewrite import rewrite_regions
 
 
 class BackendRecipe(NamedTuple):
