@@ -1,6 +1,6 @@
 """The package follows docs/architecture.md.
 
-Imports point down its table, no modules import each other in a circle, no module reads the words of a refusal, and the
+Imports point down its tables, no modules import each other in a circle, no module reads the words of a refusal, and the
 page names functions and carriers that exist.
 """
 
@@ -24,11 +24,24 @@ FILES = {
 
 
 @functools.cache
-def read_layers() -> dict[str, int]:
-    """Map each unit of the table to its row, counted from the bottom."""
-    table = (ROOT / "docs/architecture.md").read_text().partition("| layer |")[2]
-    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
-    return {unit: i for i, row in enumerate(reversed(rows)) for unit in re.findall("`([^`]+)`", row)}
+def read_layers() -> dict[str, tuple[int, int]]:
+    """Map each unit of the tables to its row, counted from the bottom: (that of its folder, its own in the folder)."""
+    layers: dict[str, tuple[int, int]] = {}
+    for table in (ROOT / "docs/architecture.md").read_text().partition("## Layers")[2].split("\n\n"):
+        head, *lines = table.splitlines() or [""]
+        rows = [line.split("|")[1] for line in lines if line.startswith("| `")]
+        if head.startswith("| layer |"):
+            layers |= {unit: (i, 0) for i, row in enumerate(reversed(rows)) for unit in find_names(row)}
+        elif head.startswith("| part of"):
+            (folder,) = find_names(head)
+            row_of_folder = layers.pop(folder)[0]  # the table of folders is the first
+            layers |= {unit: (row_of_folder, i) for i, row in enumerate(reversed(rows)) for unit in find_names(row)}
+    return layers
+
+
+def find_names(text: str) -> list[str]:
+    """Return the names in backticks."""
+    return re.findall("`([^`]+)`", text)
 
 
 def list_imports(module: str, tree: ast.AST, is_package: bool) -> Iterator[str]:
@@ -77,7 +90,7 @@ def test_every_module_has_a_layer():
 
 
 def find_upward_imports(edges: dict[str, set[str]]) -> list[str]:
-    row = read_layers() | {"": -1}  # a folder without code is below all
+    row = read_layers() | {"": (-1, 0)}  # a folder without code is below all
     return [f"{a} -> {b}" for a in edges for b in sorted(edges[a]) if row[find_unit(a)] < row[find_unit(b)]]
 
 
@@ -209,8 +222,10 @@ def test_comparisons_of_reasons_are_seen(line):
 
 
 def test_faults_are_seen():
-    edges = {"moefx.compiler.block_compiler": {"moefx.compiler.survey", "moefx.ir.op_providers"}}
-    assert find_upward_imports(edges) == ["moefx.compiler.block_compiler -> moefx.compiler.survey"]
+    edges = {"moefx.compiler.survey": {"moefx.driver.plan_check", "moefx.ir.op_providers"}}
+    assert find_upward_imports(edges) == ["moefx.compiler.survey -> moefx.driver.plan_check"]
+    edges = {"moefx.matching.lift.lifter": {"moefx.matching.prove", "moefx.matching.terms.term", "moefx.errors"}}
+    assert find_upward_imports(edges) == ["moefx.matching.lift.lifter -> moefx.matching.prove"]
     assert find_circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
     tree = ast.parse("def f():\n    from ...api import compile\nif TYPE_CHECKING:\n    from ... import cli")
     assert [*list_imports("moefx.ir.ops.op_definition", tree, False)] == ["moefx.api"]

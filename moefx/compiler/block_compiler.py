@@ -35,7 +35,7 @@ from ..ir.argument_binding import Binding, Path, flatten_arguments, format_path,
 from ..ir.block_graph import BlockGraph
 from ..ir.guards.attribute_reads import AttributeLocation
 from ..ir.passed_objects import PassedObject, is_passed, set_name
-from ..matching.match_result import Match
+from ..matching.results.match_result import Match
 from ..passes.pass_manager import PassManager
 from ..passes.rewrite import Placeholders, RewriteResult
 from .compile_steps import CHECKPOINT, NUMERIC_CHECK, REWRITE, PassContext, find_level_after, list_passes

@@ -43,14 +43,14 @@ from ..capture.environment.code_locations import is_internal_error, is_raised_by
 from ..capture.sizes.size_guards import SizeGuard
 from ..errors import CaptureError, Cause, Refused, summarize_error
 from ..inspection.proof_trace import AttemptRun, CutAttempt, ProofTrace
-from ..matching.drops.drop_rules import explain_drops
 from ..matching.lift.lifter import LiftOptions
 from ..matching.lift.routed_nodes import find_padding_lines, has_rows_of_padding
-from ..matching.match_result import Match
 from ..matching.proof.proof_state import ProofState
 from ..matching.prove import prove
 from ..matching.refusal_causes import explain_branch, explain_limit, explain_refusal, explain_table
-from ..matching.size_samples import SizeSamples
+from ..matching.results.drop_rules import explain_drops
+from ..matching.results.match_result import Match
+from ..matching.results.size_samples import SizeSamples
 from ..passes.rewrite import Placeholders, RewriteResult, rewrite
 
 # Refusals that report where the lift stopped: the cause may be elsewhere in the program.

@@ -10,16 +10,16 @@ from collections.abc import Iterable
 
 from ..capture.tracing.concrete_routing import Routing
 from ..errors import Refused
-from .drops.drop_rules import refuse_unexplained
 from .first_captures import capture_first_routings
 from .lift.canonical_form import CanonicalForm
 from .lift.distinct_choices import has_distinct_slots
 from .lift.same_form import ONE_FUNCTION
-from .match_result import Match, ProvenGroup
 from .probes.probe import Probe
 from .probes.probe_list import CONFIRMATIONS, COVERAGE, INTERVENTIONS
 from .proof.evidence import find_value_lines, have_same_lines
 from .proof.proof_state import ProofState
+from .results.drop_rules import refuse_unexplained
+from .results.match_result import Match, ProvenGroup
 from .terms.parameter_slices import ParameterSlice
 from .unsupported_effects import refuse_effects
 

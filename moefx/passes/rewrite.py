@@ -26,8 +26,8 @@ from ..ir.passed_objects import check_structure
 from ..matching.facts.graph_nodes import is_random, is_skipped
 from ..matching.lift.canonical_form import NodeRef
 from ..matching.lift.lift_refusals import refuse_random
-from ..matching.match_result import Match
-from ..matching.size_samples import SizeSamples
+from ..matching.results.match_result import Match
+from ..matching.results.size_samples import SizeSamples
 from ..matching.terms.parameter_slices import get_tensor
 from ..matching.unsupported_effects import refuse_effects
 from .rewriting.aligned_nodes import AlignedNodes

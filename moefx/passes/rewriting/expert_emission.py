@@ -13,7 +13,7 @@ from torch import fx
 
 from ...errors import Refused
 from ...matching.lift.canonical_form import Body, is_weight, walk_body
-from ...matching.match_result import Match, ProvenGroup
+from ...matching.results.match_result import Match, ProvenGroup
 from ...matching.terms.term import Operand
 from .expert_weights import ExpertWeights
 from .op_emission import OpEmitter

@@ -11,7 +11,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from ...matching.lift.canonical_form import NodeRef, count_sequences
-from ...matching.match_result import Match
+from ...matching.results.match_result import Match
 from .residual_graph import ResidualGraph
 
 aten = torch.ops.aten

@@ -21,10 +21,10 @@ from ...capture.tracing.capture_result import SubmoduleCall
 from ...errors import Refused
 from ...ir.node_values import get_op_name
 from ...ir.passed_objects import check_structure, check_tensor, get_name, is_passed
-from ...matching.capacity_formulas import find_formula
 from ...matching.facts.graph_nodes import is_skipped
-from ...matching.match_result import Match
-from ...matching.size_samples import SizeSamples
+from ...matching.results.capacity_formulas import find_formula
+from ...matching.results.match_result import Match
+from ...matching.results.size_samples import SizeSamples
 from ...util.tensor_trees import is_float
 from .aligned_nodes import AlignedNodes, leaf_nodes
 from .residual_walk import LOOP_OVER_STEPS, ResidualWalk

@@ -15,7 +15,7 @@ from ...capture.tracing.node_origins import find_float_decisions
 from ...errors import Refused
 from ...ir.node_values import get_op_name
 from ...matching.facts.graph_nodes import depends_on_routing, find_buffers, is_random
-from ...matching.match_result import Match
+from ...matching.results.match_result import Match
 from .aligned_nodes import AlignedNodes, branch_dependence, leaf_nodes, op_kind, routing_dependence
 from .scalar_reads import ScalarReads
 from .submodule_calls import find_module_calls, is_within

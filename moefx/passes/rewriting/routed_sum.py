@@ -13,7 +13,7 @@ from ...errors import Refused
 from ...ir.memory_order import invert_permutation, memory_order
 from ...matching.facts.graph_nodes import depends_on_arguments, skip_moves
 from ...matching.lift.canonical_form import Body, NodeRef, walk_body
-from ...matching.match_result import Match, ProvenGroup
+from ...matching.results.match_result import Match, ProvenGroup
 from .aligned_nodes import AlignedNodes
 from .expert_emission import ExpertBodyEmitter
 from .op_emission import OpEmitter

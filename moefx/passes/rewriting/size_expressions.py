@@ -18,9 +18,9 @@ from ...capture.tracing.capture_result import Capture
 from ...capture.tracing.concrete_routing import RoutingKind
 from ...errors import Refused
 from ...ir.graph_codegen import FUNCTIONS
-from ...matching.capacity_formulas import Formula, find_formula
-from ...matching.match_result import Match
-from ...matching.size_samples import SizeSamples
+from ...matching.results.capacity_formulas import Formula, find_formula
+from ...matching.results.match_result import Match
+from ...matching.results.size_samples import SizeSamples
 from .aligned_nodes import AlignedNodes, op_kind
 
 aten = torch.ops.aten

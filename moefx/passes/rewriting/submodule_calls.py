@@ -11,7 +11,7 @@ from torch import fx
 
 from ...capture.tracing.capture_result import SubmoduleCall
 from ...ir.passed_objects import is_passed
-from ...matching.match_result import Match
+from ...matching.results.match_result import Match
 from .aligned_nodes import AlignedNodes, leaf_nodes
 
 

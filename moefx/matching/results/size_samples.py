@@ -13,14 +13,14 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
-from ..capture.environment.code_locations import suppress_program_errors
-from ..capture.sizes.size_guards import evaluate_size
-from ..capture.tracing.capture_result import Capture
-from ..capture.tracing.concrete_routing import Routing, RoutingKind
-from ..capture.tracing.host_reads import Interventions
-from ..errors import MoefxError
-from .facts.guarded_sizes import find_sequence, find_sizes
-from .lift.canonical_form import CanonicalForm, max_capture_tokens
+from ...capture.environment.code_locations import suppress_program_errors
+from ...capture.sizes.size_guards import evaluate_size
+from ...capture.tracing.capture_result import Capture
+from ...capture.tracing.concrete_routing import Routing, RoutingKind
+from ...capture.tracing.host_reads import Interventions
+from ...errors import MoefxError
+from ..facts.guarded_sizes import find_sequence, find_sizes
+from ..lift.canonical_form import CanonicalForm, max_capture_tokens
 from .match_result import Match
 
 # numbers of tokens: small ones, multiples to which capacities are rounded, and large ones that tell slopes apart

@@ -21,11 +21,11 @@ from ..facts.op_classes import COMPARISONS
 from ..interventions.forced_outcome import ASK_ROWS, refuse_limit
 from ..lift.canonical_form import Body, CanonicalForm, NodeRef
 from ..lift.expert_index import enumerate_slot_views
-from ..match_result import Match
 from ..terms.index_arithmetic import unravel
 from ..terms.node_semantics import Semantics
 from ..terms.normal_form import Terms
 from ..terms.term import Term, is_const
+from .match_result import Match
 
 TieBreak = Literal["exact", "unstable", "all_or_none"]  # how an expert treats equal weights, see `drop_rules`
 

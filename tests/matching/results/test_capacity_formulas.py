@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from moefx.matching.capacity_formulas import ClampedLinearFormula, find_clamped_linear, find_formula
+from moefx.matching.results.capacity_formulas import ClampedLinearFormula, find_clamped_linear, find_formula
 
 TOKENS = (29, 33, 17, 2, 6, 10, 20, 40, 64, 100, 128, 200, 320, 512)
 

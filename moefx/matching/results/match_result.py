@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import nn
 
-from ..capture.arguments.block_arguments import Arguments
-from ..capture.sizes.size_guards import SizeGuard, evaluate_size
-from ..inspection.proof_trace import ProbeRun
+from ...capture.arguments.block_arguments import Arguments
+from ...capture.sizes.size_guards import SizeGuard, evaluate_size
+from ...inspection.proof_trace import ProbeRun
+from ..lift.canonical_form import Body, CanonicalForm, NodeRef
+from ..terms.parameter_slices import ParameterSlice
 from .capacity_formulas import Formula, find_formula
-from .lift.canonical_form import Body, CanonicalForm, NodeRef
-from .terms.parameter_slices import ParameterSlice
 
 
 @dataclasses.dataclass(frozen=True)

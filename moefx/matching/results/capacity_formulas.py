@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 
-from ..capture.sizes.size_guards import evaluate_size
+from ...capture.sizes.size_guards import evaluate_size
 
 Point = tuple[int, int]  # (tokens, value)
 

@@ -18,12 +18,12 @@ import torch
 from ...capture.environment.code_locations import suppress_program_errors
 from ...capture.tracing.concrete_routing import Routing
 from ...errors import MoefxError, Refused
-from ..capacity_formulas import Formula, find_formula
 from ..facts.graph_nodes import collect_numbers
 from ..lift.canonical_form import CanonicalForm, walk_body
-from ..match_result import DropRule, Match
-from ..size_samples import Capturer, SizeSamples
+from .capacity_formulas import Formula, find_formula
 from .drop_masks import TieBreak, find_masks
+from .match_result import DropRule, Match
+from .size_samples import Capturer, SizeSamples
 
 Slot = tuple[int, int]
 _ORDERS = ("position_token", "position_slot", "weight")

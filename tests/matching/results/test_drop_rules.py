@@ -12,10 +12,10 @@ from torch import nn
 
 import moefx
 from moefx.errors import Refused
-from moefx.matching.match_result import Match
+from moefx.matching.results.match_result import Match
 
-from ..blocks import D, E, H, K, Loop, Mlp, rewritten
-from ..models.unseen import capacity
+from ...blocks import D, E, H, K, Loop, Mlp, rewritten
+from ...models.unseen import capacity
 
 
 class Queue(Loop):
