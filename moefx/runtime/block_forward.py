@@ -92,35 +92,67 @@ class BlockForward:
         call = specialize_call(self.block, leaves, objects)
         if torch.compiler.is_compiling():
             entry, reason = self._find_traced_entry(call, leaves)
+            if entry is not None:
+                return self._run(entry, leaves, entry.program.traced_fn)
         else:
             entry, reason = self._find_eager_entry(call, leaves, args, kwargs)
-            # A new program may take these arguments unflattened.
-            if entry is None and self.block_programs.objects != objects:
+            if entry is not None:
+                return self._run_eagerly(entry, leaves, args, kwargs)
+            if self.block_programs.objects != objects:  # a new program may take these arguments unflattened
                 return self(*args, **kwargs)
-        if entry is not None:
-            if torch.compiler.is_compiling():
-                return self._run(entry, leaves)
-            outer, has_failed = (running.block, running.counter), False
-            running.block, running.counter = self.name, 0 if self.miss_counter is None else self.miss_counter.number
-            try:
-                return self._run(entry, leaves)
-            except (TypeError, RuntimeError, InvalidInput) as error:
-                has_failed = True
-                entry.absorbed.inspect(self.name)  # a parameter of an absorbed module may be gone
-                if not (replaced := entry.find_replaced()):
-                    raise
-                entry.failed = True
-                if not entry.can_repeat():
-                    raise AbsorbedModuleChanged(
-                        f"{self._shown_name} failed ({summarize_error(error)}), because {replaced} was removed, or has "
-                        "another shape, dtype or class than when it was compiled. The call may have drawn random "
-                        "numbers, changed state or run hooks before, so moefx does not run it a second time. Further "
-                        "calls take the change into account: call again"
-                    ) from error
-            finally:
-                running.block, running.counter = outer
-                self.counts.rewritten += not has_failed  # a checkpoint may stop its second run early: no failure
-            return self(*args, **kwargs)  # try again without the failed program
+        return self._run_without_program(reason, args, kwargs)
+
+    def _run_eagerly(self, entry: InstalledProgram, leaves: Leaves, args: Any, kwargs: Any) -> Any:
+        """Run a program and count the call. Repeat the call without the program if a changed block made it fail."""
+        outer, has_failed = (running.block, running.counter), False
+        running.block, running.counter = self.name, 0 if self.miss_counter is None else self.miss_counter.number
+        try:
+            if self.watch is not None:
+                self.watch.begin_call()
+            return self._run(entry, leaves, entry.program.fn)
+        except (TypeError, RuntimeError, InvalidInput) as error:
+            has_failed = True
+            if not self._reject_changed(entry, error):
+                raise
+        finally:
+            running.block, running.counter = outer
+            self.counts.rewritten += not has_failed  # a checkpoint may stop its second run early: no failure
+        return self(*args, **kwargs)
+
+    def _run(self, entry: InstalledProgram, leaves: Leaves, run: Callable[..., Any]) -> Any:
+        if self._forced:
+            return entry.run_after(self._forced, self.block, leaves)
+        program, values = entry.program, [leaves[i][1] for i in entry.program.leaf_indices]
+        if self.block_programs.records_load and program.fn_with_load is not None:
+            result, self._offsets = program.fn_with_load(self.block, *values)
+            return result
+        return run(self.block, *values)
+
+    def _reject_changed(self, entry: InstalledProgram, error: Exception) -> bool:
+        """Return whether a program failed because the block has changed. Further calls then do not run it.
+
+        Raises:
+            AbsorbedModuleChanged: the block has changed, and the call cannot be repeated.
+        """
+        entry.absorbed.inspect(self.name)  # a parameter of an absorbed module may be gone
+        if not (replaced := entry.find_replaced()):
+            return False
+        entry.failed = True
+        if not entry.can_repeat():
+            raise AbsorbedModuleChanged(
+                f"{self._shown_name} failed ({summarize_error(error)}), because {replaced} was removed, or has "
+                "another shape, dtype or class than when it was compiled. The call may have drawn random numbers, "
+                "changed state or run hooks before, so moefx does not run it a second time. Further calls take the "
+                "change into account: call again"
+            ) from error
+        return True
+
+    def _run_without_program(self, reason: str, args: Any, kwargs: Any) -> Any:
+        """Run the original forward, and warn.
+
+        Raises:
+            NotRewritten: this rank has only a part of the experts.
+        """
         if self.expert_layout is not None:
             raise NotRewritten(
                 f"{self._shown_name} {_format_refusal(reason)}. The original forward cannot run: this rank has only a "
@@ -156,18 +188,6 @@ class BlockForward:
         if self.original is not None:
             return self.original(*args, **kwargs)
         return type(self.block).forward(self.block, *args, **kwargs)
-
-    def _run(self, entry: InstalledProgram, leaves: Leaves) -> Any:
-        if not torch.compiler.is_compiling() and self.watch is not None:
-            self.watch.begin_call()
-        if self._forced:
-            return entry.run_after(self._forced, self.block, leaves)
-        program, values = entry.program, [leaves[i][1] for i in entry.program.leaf_indices]
-        if self.block_programs.records_load and program.fn_with_load is not None:
-            result, self._offsets = program.fn_with_load(self.block, *values)
-            return result
-        run = program.traced_fn if torch.compiler.is_compiling() else program.fn
-        return run(self.block, *values)
 
     def _find_eager_entry(
         self, call: Specialization, leaves: Leaves, args: Any, kwargs: Any
