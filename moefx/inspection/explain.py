@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ..ir import op_providers
-from ..lowering import triton
 from .proof_trace import ProofTrace
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ class BlockReport:
     @property
     def no_kernels(self) -> str:
         """The reason why the fused GPU kernels do not support these experts; "" if they do."""
-        reasons = [triton.explain_unsupported(*body) for body in self.bodies]
+        reasons = [op_providers.explain_unsupported(*body) for body in self.bodies]
         return "; ".join(dict.fromkeys(reason for reason in reasons if reason))
 
 
@@ -89,7 +88,7 @@ class Explanation:
         seconds: time to analyse the whole model.
         paths: number of calls in this process by (op, provider).
         weights: number of GEMMs by the way that they read weights (see `op_providers.weight_paths`).
-        kernels: tile configurations of the GPU kernels with their reasons (see `lowering.triton.list_configurations`).
+        kernels: tile configurations of the GPU kernels with their reasons (see `op_providers.list_configurations`).
         planned: the planner's `planner.decision.Decision`; None without `plan="auto"`.
         gradients: over a mesh, the reduction of each group of parameters.
         trace: print the steps of each proof, too.
@@ -105,7 +104,7 @@ class Explanation:
     weights: tuple[tuple[str, int], ...] = dataclasses.field(
         default_factory=lambda: tuple(sorted(op_providers.weight_paths().items()))
     )
-    kernels: tuple[str, ...] = dataclasses.field(default_factory=triton.list_configurations)
+    kernels: tuple[str, ...] = dataclasses.field(default_factory=op_providers.list_configurations)
     planned: Decision | None = None
     gradients: tuple[str, ...] = ()
     trace: bool = False

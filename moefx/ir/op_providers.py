@@ -19,8 +19,8 @@ import functools
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import InvalidPlan
 
@@ -42,6 +42,7 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _compilers: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {}
+_kernels: list[KernelReport] = []
 # Process-wide, because on a GPU the backward runs in autograd's own threads.
 _forced: dict[str, str] = {}
 
@@ -116,6 +117,35 @@ def _compile_only(op: Op, provider: Provider) -> Provider:
         return op.reference(*args, **kwargs)
 
     return dataclasses.replace(provider, run=run)
+
+
+class KernelReport(NamedTuple):
+    """What a provider says about its kernels.
+
+    Attributes:
+        explain_unsupported: returns the reason why the kernels do not run an `ExpertBody`, given as JSON text, with
+            up-projections of these widths; None if they do.
+        list_configurations: returns a line for each configuration that this process used so far.
+    """
+
+    explain_unsupported: Callable[[str, tuple[int, ...] | None], str | None]
+    list_configurations: Callable[[], Sequence[str]]
+
+
+def register_kernels(report: KernelReport) -> None:
+    """Let `explain` report the kernels of a provider."""
+    _kernels.append(report)
+
+
+def explain_unsupported(body: str, widths: tuple[int, ...] | None) -> str:
+    """Return the reasons why kernels do not run an expert body; "" if all do. See `KernelReport`."""
+    _load()
+    return "; ".join(filter(None, (report.explain_unsupported(body, widths) for report in _kernels)))
+
+
+def list_configurations() -> tuple[str, ...]:
+    """Return the configurations of kernels that this process used so far, with their reasons."""
+    return tuple(line for report in _kernels for line in report.list_configurations())
 
 
 def counters() -> dict[tuple[str, str], int]:

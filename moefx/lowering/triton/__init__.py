@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...ir.expert_body import ExpertBody
-from ...ir.op_providers import register_compiler
+from ...ir.op_providers import KernelReport, register_compiler, register_kernels
 from ...ir.ops import exchange_routes as ir_routes
 from ...ir.ops import expert_mlp as ir_mlp  # not by the names of this package's modules
 from ...ir.ops import peer_rows as ir_peers
@@ -137,6 +137,8 @@ def _supports_backward(grad: Tensor, *args: Any, **kwargs: Any) -> bool:
     return _supports_experts(*args, **kwargs)
 
 
+# Also without Triton: `explain` may run on a machine without GPUs.
+register_kernels(KernelReport(explain_unsupported, list_configurations))
 if importlib.util.find_spec("triton") is not None:
     register_compiler("triton", _compile_ahead)
     ir_routing.build_pft.provider("triton", supports=_supports_routing, rank=1)(_build_pft)
