@@ -50,12 +50,12 @@ def _capture_reference(proof: ProofState, tokens: int) -> None:
     first = first or proof.capture(Routing("diverse", 0), sizes)
     proof.evidence.set_diagnosed_capture(first)
     try:
-        form = proof.lift_first(first)
+        form = proof.aligner.lift_first(first)
     except Refused:
         sizes = proof.arguments.choose_sequences()
         if not has_sequence_choices(first) or not proof.size_choice.satisfies_restrictions(sizes):
             raise
-        form = proof.lift_first(proof.capture(Routing("diverse", 0), sizes))
+        form = proof.aligner.lift_first(proof.capture(Routing("diverse", 0), sizes))
     proof.evidence.add(form)
     _try_larger_flags(proof, sizes)
 
@@ -82,7 +82,7 @@ def _try_larger_flags(proof: ProofState, sizes: dict[str, int]) -> None:
         return
     arguments, captured = counted
     try:
-        form = proof.lift_with_hint(captured, None)
+        form = proof.aligner.lift_with_hint(captured, None)
     except Refused:  # the integers are masks only
         return
     with contextlib.suppress(Refused):

@@ -74,14 +74,14 @@ def align_with_richest(proof: ProofState) -> None:
     # poorer captures dropped all second choices, or no token or all tokens chose an identity expert
     proof.evidence.replace_forms(
         [
-            proof.lift_with_hint(form.capture, best)
+            proof.aligner.lift_with_hint(form.capture, best)
             if form.slots < best.slots or len(form.shared) != len(best.shared)
             else form
             for form in proof.evidence.forms
         ]
     )
     proof.evidence.set_reference(richest)
-    proof.align_evidence()
+    proof.aligner.align_evidence()
 
 
 def check_first_captures(proof: ProofState) -> None:
@@ -104,7 +104,7 @@ def check_first_captures(proof: ProofState) -> None:
         if not has_distinct_slots(reference, proof.evidence.seen_experts):  # `repeated_experts` gives a better reason
             return
         try:  # `read_values_from_same_nodes` may read weights off other nodes, those behind a mask
-            relifted = [proof.relift(form, reference, reference, True) for form in forms]
+            relifted = [proof.aligner.relift(form, reference, reference, True) for form in forms]
             refuse_unexplained(build_match(proof, relifted))
         except Refused:
             raise refusal from None
@@ -145,7 +145,7 @@ def _relift_all(
     expected = None if align_to_last else find_value_lines(forms[source])
     for i in sorted(range(len(forms)), key=lambda i: i not in firsts):
         try:
-            relifted[i] = proof.relift(forms[i], forms[source], proof.evidence.reference, align_to_last)
+            relifted[i] = proof.aligner.relift(forms[i], forms[source], proof.evidence.reference, align_to_last)
         except Refused:
             return None
         lines = find_value_lines(relifted[i])
@@ -169,7 +169,7 @@ def complete_evidence(proof: ProofState) -> list[int]:
             return complete
         sizes = proof.size_choice.choose(max(21, proof.max_experts // 4), seed)
         form = proof.capture_and_lift(Routing(("diverse", "overloaded")[seed % 2], seed), sizes)
-        proof.evidence.add(proof.align_form(form), is_aligned=True)
+        proof.add_form(form, may_relift=True)
     if _is_enough(proof, complete := _find_readable_captures(proof)):
         return complete
     captures, kinds = len(proof.evidence.forms), len(proof.evidence.reference.groups)

@@ -20,15 +20,15 @@ class Proof:
     """
 
     def __init__(self, complete, sizes):
-        self.evidence = SimpleNamespace(forms=[], add=self.add)
+        self.evidence = SimpleNamespace(forms=[])
         self.further, self.num_made, self.max_experts = list(zip(complete, sizes, strict=True)), 0, 4
         self.arguments = SimpleNamespace(dims=("S",))
         self.size_choice = SimpleNamespace(choose=lambda tokens, seed: {"S": self.further[self.num_made][1]})
         for tokens in (29, 25, 13):
-            self.add(make_form(False, {"S": tokens}))
+            self.add_form(make_form(False, {"S": tokens}))
         self.evidence.reference = self.evidence.forms[0]
 
-    def add(self, form, is_aligned=False):
+    def add_form(self, form, may_relift=False):
         self.evidence.forms.append(form)
         self.evidence.sizes = tuple(form.sizes for form in self.evidence.forms)
 
@@ -36,9 +36,6 @@ class Proof:
         is_complete, _ = self.further[self.num_made]
         self.num_made += 1
         return make_form(is_complete, sizes)
-
-    def align_form(self, form):
-        return form
 
 
 def make_form(is_complete, sizes):

@@ -38,7 +38,7 @@ def test_forms_are_compared_from_their_alignment_on():
     proof.evidence.add(lift(proof))
     proof.evidence.add(other)
     with pytest.raises(Refused, match="the number of slots per token"):
-        proof.align_evidence()
+        proof.aligner.align_evidence()
     proof = new_proof()
     proof.evidence.add(lift(proof))
     assert proof.evidence.add(lift(proof, seed=1)) is proof.evidence.forms[1]

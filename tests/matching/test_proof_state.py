@@ -33,7 +33,7 @@ def test_agreement_returns_the_groups_in_the_order_of_the_reference():
     proof.evidence.add(lift(proof))
     other = lift(proof, seed=1)
     turned = dataclasses.replace(other, groups=other.groups[::-1])
-    agreed = proof.align_form(turned)
+    agreed = proof.aligner.align_form(turned)
     assert [g.ids for g in agreed.groups] == [g.ids for g in proof.evidence.reference.groups] == [[0, 1], [2]]
     assert [g.ids for g in turned.groups] == [[2], [0, 1]]  # the form itself is unchanged
 
@@ -44,7 +44,7 @@ def test_evidence_is_aligned_in_place():
     proof.evidence.postpone_comparison()
     for form in (first, dataclasses.replace(second, groups=second.groups[::-1])):
         proof.evidence.add(form)
-    proof.align_evidence()
+    proof.aligner.align_evidence()
     assert [g.body for g in proof.evidence.forms[1].groups] == [g.body for g in proof.evidence.reference.groups]
 
 
@@ -53,7 +53,7 @@ def test_a_form_with_other_slots_is_refused_and_changes_nothing():
     proof.evidence.add(lift(proof))
     before = proof.evidence.forms
     with pytest.raises(Refused, match="the number of slots per token"):
-        proof.align_form(lift(new_proof(Small(k=1))))
+        proof.aligner.align_form(lift(new_proof(Small(k=1))))
     assert proof.evidence.forms == before
 
 

@@ -26,7 +26,7 @@ class Evidence:
 
     1. `postpone_comparison` begins.
     2. `add` stores the forms of the first captures, and `set_reference` moves one to the front.
-    3. `ProofState.align_evidence` compares all with that one, and calls `mark_aligned`.
+    3. `EvidenceAligner.align_evidence` compares all with that one, and calls `mark_aligned`.
 
     Attributes:
         emptiness_tests: the tests for experts without tokens in all captures.
@@ -57,6 +57,11 @@ class Evidence:
     def reference(self) -> CanonicalForm:
         """The form that those of all other captures must equal."""
         return self._forms[0]
+
+    @property
+    def expert_parameters(self) -> frozenset[str]:
+        """FQNs of the experts' parameters; none before the first form."""
+        return self._forms[0].expert_parameters if self._forms else frozenset()
 
     @property
     def sizes(self) -> tuple[dict[str, int], ...]:
@@ -121,7 +126,7 @@ class Evidence:
         Args:
             optional: the guard that replaces the capture if its form turns out to differ.
             forced_read: the branch of Python code that was forced.
-            is_aligned: `ProofState.align_form` has returned this form, perhaps after it lifted all others again.
+            is_aligned: `EvidenceAligner.align_form` has returned this form, perhaps after it lifted all others again.
 
         Returns:
             The form as it is stored.
@@ -135,7 +140,7 @@ class Evidence:
         return self._forms[-1]
 
     def postpone_comparison(self) -> None:
-        """Let `add` store forms as they come. `ProofState.align_evidence` compares them later."""
+        """Let `add` store forms as they come. `EvidenceAligner.align_evidence` compares them later."""
         self._compares_forms = False
 
     def mark_aligned(self) -> None:
@@ -151,7 +156,7 @@ class Evidence:
         self._forms = [*forms]
 
     def set_reference(self, index: int) -> None:
-        """Move a form to the front, before `ProofState.align_evidence` compares all others with it."""
+        """Move a form to the front, before `EvidenceAligner.align_evidence` compares all others with it."""
         assert not self._compares_forms
         self._forms.insert(0, self._forms.pop(index))
 

@@ -1,4 +1,4 @@
-"""The state of a proof: makes and lifts captures, and holds the evidence and the guards.
+"""The state of a proof: makes captures, and holds the evidence and the guards. `EvidenceAligner` lifts the captures.
 
 `prove` reads a `ProofState` through its properties, and changes it through its methods only. Probes see less of it: see
 `probes.proof_view`.
@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Hashable, Iterator
 
@@ -20,15 +19,12 @@ from ...capture.sizes.size_guards import SizeGuard, SizeLog
 from ...capture.tracing.capture_result import Capture
 from ...capture.tracing.concrete_routing import Routing
 from ...capture.tracing.host_reads import Interventions
-from ...errors import Refused
 from ...inspection.proof_trace import ProbeRun
-from ..lift.canonical_form import CanonicalForm, merge_experts
-from ..lift.distinct_choices import has_distinct_slots
-from ..lift.lifter import Lifter, LiftOptions
-from ..lift.repeated_choices import RepeatedChoiceRefused
-from ..lift.same_form import require_same_form
+from ..lift.canonical_form import CanonicalForm
+from ..lift.lift_options import LiftOptions
 from ..terms.parameter_slices import find_siblings
-from .evidence import Evidence, find_value_lines, have_same_lines
+from .evidence import Evidence
+from .evidence_aligner import EvidenceAligner
 from .size_choice import SizeChoice
 
 _MIN_TOKENS = 29  # of the first capture
@@ -45,6 +41,7 @@ class ProofState:
 
     Attributes:
         evidence: what captures have shown.
+        aligner: lifts captures so that their forms can be compared.
         siblings: numbers of sibling modules (see `find_siblings`).
         size_choice: chooses the sizes of captures.
     """
@@ -60,6 +57,7 @@ class ProofState:
         self.block, self.max_experts, self.size_restrictions = block, max_experts, size_restrictions
         self.options = options or LiftOptions()
         self.evidence = Evidence()
+        self.aligner = EvidenceAligner(block, self.evidence, self.options)
         self.siblings = find_siblings(block)
         self.size_choice = SizeChoice(self, first_tokens=max(_MIN_TOKENS, max_experts // 4))
         self._arguments = arguments
@@ -86,8 +84,7 @@ class ProofState:
     @property
     def expert_parameters(self) -> frozenset[str]:
         """FQNs of the experts' parameters; none without evidence."""
-        forms = self.evidence.forms
-        return forms[0].expert_parameters if forms else frozenset()
+        return self.evidence.expert_parameters
 
     @property
     def probe_runs(self) -> tuple[ProbeRun, ...]:
@@ -147,133 +144,12 @@ class ProofState:
         return self.lift(self.capture(routing, sizes, interventions))
 
     def lift(self, captured: Capture, follows_evidence: bool = True) -> CanonicalForm:
-        """Lift a capture with the options and expert parameters of the other captures.
-
-        Args:
-            follows_evidence: try the nodes of the other captures first.
-
-        Raises:
-            Refused: the capture has no canonical form.
-        """
-        forms = self.evidence.forms if follows_evidence else ()
-        return self.lift_with_hint(captured, merge_experts(forms) if forms else None)
-
-    def lift_with_hint(
-        self, captured: Capture, hint: CanonicalForm | None, align_to_last: bool = False
-    ) -> CanonicalForm:
-        """Lift a capture with the options and expert parameters of the evidence, if there is any.
-
-        Args:
-            hint: the form of another capture, whose nodes are tried first.
-            align_to_last: read values off the last nodes that fit.
-
-        Raises:
-            Refused: the capture has no canonical form.
-        """
-        forms = self.evidence.forms
-        options = dataclasses.replace(forms[0].options if forms else self.options, align_to_last=align_to_last)
-        return self._lift(captured, hint, options, self.expert_parameters)
-
-    def _lift(
-        self, captured: Capture, hint: CanonicalForm | None, options: LiftOptions, experts: frozenset[str]
-    ) -> CanonicalForm:
-        """Lift a capture. `experts` are the FQNs of the experts' parameters, empty if the lifter must find them."""
-        form = Lifter(self.block, captured, hint, options).lift(experts or None)
-        return dataclasses.replace(form, groups=sorted(form.groups, key=lambda g: g.ids[0]))
-
-    def lift_first(self, captured: Capture) -> CanonicalForm:
-        """Lift the first capture. The options and expert parameters of its form hold for all later lifts.
-
-        If a token may choose an expert twice, prefer weights from nodes with one value per slot: a gate per expert has
-        one value for two slots of one expert.
-
-        Raises:
-            Refused: the capture has no canonical form.
-        """
-        first = self._try_lift(captured, self.options)
-        parameters = frozenset[str]()
-        if isinstance(first, CanonicalForm):
-            parameters, experts = first.expert_parameters, {e for g in first.groups for e in g.ids}
-            if has_distinct_slots(first, experts, follows_masks=False):
-                return first
-        elif not isinstance(first, RepeatedChoiceRefused):
-            raise first
-        per_slot = self._try_lift(captured, dataclasses.replace(self.options, weights_per_slot=True), parameters)
-        if isinstance(per_slot, CanonicalForm):
-            return per_slot
-        if isinstance(first, Refused):
-            raise first
-        return first
-
-    def _try_lift(
-        self, captured: Capture, options: LiftOptions, experts: frozenset[str] = frozenset()
-    ) -> CanonicalForm | Refused:
-        """Lift a capture without a hint. Return its form or the refusal."""
-        try:
-            return self._lift(captured, None, options, experts)
-        except Refused as refusal:
-            return refusal
-
-    def relift(
-        self, old: CanonicalForm, hint: CanonicalForm, reference: CanonicalForm, align_to_last: bool = False
-    ) -> CanonicalForm:
-        """Lift a capture of the evidence once more, from the nodes of another form, or from the last ones that fit.
-
-        Raises:
-            Refused: the new form differs from `reference`.
-        """
-        new = require_same_form(reference, self.lift_with_hint(old.capture, hint, align_to_last))
-        return dataclasses.replace(new, optional_guard=old.optional_guard)
-
-    # ------------------------------------------------------------- agreement
-    def align_form(self, form: CanonicalForm) -> CanonicalForm:
-        """Return a form with its groups in the order of all captures.
-
-        If only the new capture drops slots, weights may have to be read from other nodes, which are zero for a dropped
-        slot: then lift all captures from these nodes.
-
-        Raises:
-            Refused: the forms differ.
-        """
-        try:
-            return self.evidence.require_same_form(form)
-        except Refused:
-            if form.kept_slots.all():
-                raise
-            self.evidence.replace_forms([self.relift(other, form, form) for other in self.evidence.forms])
-            return form
-
-    def align_evidence(self) -> None:
-        """Require all captures to agree with the first one, and store them with their groups in that order.
-
-        This ends `Evidence.postpone_comparison`: from now on `Evidence.add` compares each new form.
-
-        Raises:
-            Refused: the forms differ.
-        """
-        for index in range(1, len(self.evidence.forms)):
-            form = self.evidence.forms[index]
-            aligned, forms = self.align_form(form), [*self.evidence.forms]
-            if forms[index] is form:  # else all captures were lifted again
-                forms[index] = aligned
-                self.evidence.replace_forms(forms)
-        self.evidence.mark_aligned()
+        """Lift a capture like the others: see `EvidenceAligner.lift`."""
+        return self.aligner.lift(captured, follows_evidence)
 
     def relift_evidence(self, form: CanonicalForm) -> None:
-        """Lift all evidence from the nodes of another form.
-
-        Raises:
-            Refused: some capture cannot be lifted from these nodes.
-        """
-        if have_same_lines(find_value_lines(form), find_value_lines(self.evidence.reference)):
-            return
-        relifted = [self.relift(other, form, form) for other in self.evidence.forms]
-        if not all(have_same_lines(find_value_lines(other), find_value_lines(form)) for other in relifted):
-            raise Refused(
-                "the node that supplies a slot's routing weight depends on the routing",
-                source=str(form.cut.meta["source"]),
-            )
-        self.evidence.replace_forms(relifted)
+        """Lift all evidence from the nodes of another form: see `EvidenceAligner.relift_evidence`."""
+        self.aligner.relift_evidence(form)
 
     # ---------------------------------------------------------------- change
     def add_form(
@@ -292,7 +168,7 @@ class ProofState:
         Raises:
             Refused: the form differs from the others.
         """
-        form = self.align_form(form) if may_relift else form
+        form = self.aligner.align_form(form) if may_relift else form
         return self.evidence.add(form, optional=optional, forced_read=forced_read, is_aligned=may_relift)
 
     def replace_by_guard(self, index: int) -> None:
