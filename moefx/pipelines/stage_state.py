@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import InvalidInput
 from ..runtime.ranks.sharding import PIPELINE_AXIS
-from ..util.rank_values import gather_values
+from ..util.rank_values import gather_or_raise, gather_values
 
 
 class StageGroup:
@@ -37,13 +37,8 @@ class StageGroup:
         Returns:
             The values of all ranks.
         """
-        answers = self.gather((None if error is None else f"{type(error).__name__}: {error}", value))
-        if error is not None:
-            raise error
-        for rank, (text, _) in enumerate(answers):
-            if text:
-                raise InvalidInput(f"rank {rank} of the pipeline axis failed: {text}")
-        return [value for _, value in answers]
+        names = [f"rank {position} of the pipeline axis" for position in range(len(self.ranks))]
+        return gather_or_raise(value, error, self.gather, names, InvalidInput)
 
     def gather_state(self, state: dict[str, Any], *, cpu: bool, rank: int | None) -> dict[str, Any]:
         """Merge the full state dicts of the stages. One broadcast per tensor.

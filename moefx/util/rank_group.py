@@ -8,8 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import MoefxError
-from .rank_values import gather_values
+from .rank_values import gather_or_raise, gather_values
 
 
 class RankGroup:
@@ -45,9 +44,4 @@ class RankGroup:
             yield
         except Exception as found:
             error = found
-        texts = self.gather(None if error is None else f"{type(error).__name__}: {error}")
-        if error is not None:
-            raise error
-        for rank, text in zip(self.ranks, texts, strict=True):
-            if text:
-                raise MoefxError(f"rank {rank} failed: {text}")
+        gather_or_raise(None, error, self.gather, [f"rank {rank}" for rank in self.ranks])
