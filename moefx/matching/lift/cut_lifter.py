@@ -23,7 +23,7 @@ from ...inspection.proof_trace import CutAttempt
 from ..terms.parameter_slices import strip_moves
 from ..terms.term import OVERWRITTEN, Term, is_const, is_pw
 from .anti_unification import Skeletons, Unifier
-from .canonical_form import CanonicalForm, CapturedGroup, count_sequences, has_matrix_products
+from .canonical_form import CanonicalForm, CapturedGroup, NodeRef, count_sequences, has_matrix_products
 from .expert_index import ExpertIndex, find_expert_index, find_near_misses
 from .expert_owners import ExpertOwners
 from .lift_options import LiftOptions
@@ -35,7 +35,45 @@ from .same_form import ONE_FUNCTION
 from .value_lookup import SlotEffects, ValueAxes, ValueLookup
 
 _Summand = tuple[int, int, Term]  # token, slot, term
-_SlotTerms = list[list[tuple[int, Term]]]  # slot and term of the experts' summands, by token
+
+
+@dataclasses.dataclass(frozen=True)
+class _Residual:
+    """What the rows of a cut add to the sums of their experts.
+
+    Attributes:
+        shared, unrouted_value: those of the canonical form.
+        rows: the other summands, by token. Those of identity experts are assigned to slots.
+    """
+
+    shared: list[NodeRef]
+    unrouted_value: NodeRef | None
+    rows: list[list[Term]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _SlotSummands:
+    """The summands of the experts, assigned to slots.
+
+    Attributes:
+        ids: the selected expert of each slot.
+        kept: which slots have a summand, bool [T, K]; all those of the tokens in `repeated`, until these are checked.
+        by_skeleton: the summands by the number of their skeleton.
+        repeated: the experts that a token selected twice, by token. Their summands have no slot yet.
+    """
+
+    ids: list[list[int]]
+    kept: torch.Tensor
+    by_skeleton: dict[int, list[_Summand]]
+    repeated: dict[int, set[int]]
+
+    def find_effects(self) -> SlotEffects:
+        """Return which slots count and which are dropped, except those of tokens that selected an expert twice."""
+        kept, dropped = self.kept.nonzero().tolist(), (~self.kept).nonzero().tolist()
+        return SlotEffects(
+            counted=[(t, k, self.ids[t][k]) for t, k in kept if t not in self.repeated],
+            dropped=[(t, k, self.ids[t][k]) for t, k in dropped if t not in self.repeated],
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,46 +116,34 @@ class CutLifter:
         Raises:
             Refused: the cut does not sum routed rows.
         """
-        expert_summands, residual = self._split_rows()
+        expert_rows, other_rows = self._split_rows()
         self.attempt.complete_step()
-        index = self._find_index(expert_summands)
+        index = self._find_index(expert_rows)
         self.attempt.complete_step()
-        ids, selected = index.ids, index.ids.tolist()
         lookup = self._rank_values(index)
-        shared, residual = find_shared(residual, lookup, self.owners, self.hint)
-        unrouted, residual = find_unrouted_value(residual, expert_summands, lookup)
-        repeated = find_repeated(ids, index.slots, self.hint)
-        by_slot = self._assign_slots(index, expert_summands, residual, repeated, lookup)
-        kept, instances = self._group_by_skeleton(by_slot, ids, lookup)
-        kept[list(repeated)] = True  # until the sums are checked below
-        effects = SlotEffects(
-            counted=[(t, k, selected[t][k]) for t, k in kept.nonzero().tolist() if t not in repeated],
-            dropped=[(t, k, selected[t][k]) for t, k in (~kept).nonzero().tolist()],
-        )
-        lookup = lookup.with_effects(effects)
+        residual = self._split_residual(expert_rows, other_rows, lookup)
+        summands = self._assign_slots(index, expert_rows, residual, lookup)
+        lookup = lookup.with_effects(summands.find_effects())
         self.attempt.complete_step()
-        groups = self._unify_groups(lookup, instances, selected)
-        if repeated:
-            received = {t: [*expert_summands[t], *residual[t]] for t in sorted(repeated)}
-            groups, sums = self._check_repeated(lookup, instances, selected, expert_summands, received, groups)
-            for t in received:
-                kept[t] = torch.tensor([sums.has_effect((t, k, e)) for k, e in enumerate(selected[t])])
+        groups, kept = self._unify_groups(lookup, summands), summands.kept
+        if summands.repeated:
+            groups, kept = self._check_repeated(lookup, summands, expert_rows, residual, groups)
         return CanonicalForm(
             capture=self.capture,
             cut=self.cut,
             tokens=self.tokens,
-            slots=ids.shape[1],
+            slots=index.ids.shape[1],
             expert_index=index.ref,
-            ids=ids,
+            ids=index.ids,
             groups=groups,
-            shared=shared,
-            unrouted_value=unrouted,
+            shared=residual.shared,
+            unrouted_value=residual.unrouted_value,
             kept_slots=kept,
             replaced_nodes={n for n in self.expert_nodes if n.meta["index"] <= self.cut.meta["index"]},
             expert_parameters=frozenset(self.owners.experts),
             options=self.options,
             expert_numbers=self.owners.numbers,
-            repeated_tokens={*repeated},
+            repeated_tokens={*summands.repeated},
         )
 
     def _split_rows(self) -> tuple[list[list[Term]], list[list[Term]]]:
@@ -170,56 +196,47 @@ class CutLifter:
             self.uses.semantics, nodes, axes, inside=self.inside, hint=self.hint, options=self.options
         )
 
+    def _split_residual(
+        self, expert_rows: list[list[Term]], other_rows: list[list[Term]], lookup: ValueLookup
+    ) -> _Residual:
+        """Find what each row adds to the sum of its experts."""
+        shared, rows = find_shared(other_rows, lookup, self.owners, self.hint)
+        unrouted_value, rows = find_unrouted_value(rows, expert_rows, lookup)
+        return _Residual(shared, unrouted_value, rows)
+
     def _assign_slots(
-        self, index: ExpertIndex, expert_summands: list[list[Term]], residual: list[list[Term]],
-        repeated: dict[int, set[int]], lookup: ValueLookup,
-    ) -> _SlotTerms:  # fmt: skip
-        """Assign the summands of each token to its slots, also residual summands to slots of identity experts.
-
-        Args:
-            repeated: the experts that a token selected twice, by token. Their summands have no slot yet.
-        """
-        selected = index.ids.tolist()
+        self, index: ExpertIndex, expert_rows: list[list[Term]], residual: _Residual, lookup: ValueLookup
+    ) -> _SlotSummands:
+        """Assign the summands of each token to its slots, also residual summands to slots of identity experts."""
+        ids = index.ids.tolist()
+        repeated = find_repeated(index.ids, index.slots, self.hint)
         by_slot = [
-            [
-                (k, part)
-                for k, part in zip(index.slots[t], parts, strict=True)
-                if selected[t][k] not in repeated.get(t, ())
-            ]
-            for t, parts in enumerate(expert_summands)
+            [(k, p) for k, p in zip(index.slots[t], parts, strict=True) if ids[t][k] not in repeated.get(t, ())]
+            for t, parts in enumerate(expert_rows)
         ]
-        for t, parts in enumerate(residual):
+        for t, parts in enumerate(residual.rows):
             if t not in repeated:
-                assign_identity_slots(t, parts, selected[t], by_slot[t], lookup)
-        return by_slot
-
-    def _group_by_skeleton(
-        self, by_slot: _SlotTerms, ids: torch.Tensor, lookup: ValueLookup
-    ) -> tuple[torch.Tensor, dict[int, list[_Summand]]]:
-        """Group the summands by the hash of their skeleton.
-
-        Returns:
-            Which slots have a summand, bool [T, K], and the summands.
-        """
-        kept = torch.zeros(ids.shape, dtype=torch.bool)
+                assign_identity_slots(t, parts, ids[t], by_slot[t], lookup)
+        kept, by_skeleton = torch.zeros(index.ids.shape, dtype=torch.bool), defaultdict[int, list[_Summand]](list)
         skeletons = Skeletons(lookup.rows)
-        instances: dict[int, list[_Summand]] = defaultdict(list)
         for t, parts in enumerate(by_slot):
             for k, part in parts:
                 kept[t, k] = True
-                instances[skeletons.number_skeleton(part)].append((t, k, part))
-        return kept, instances
+                by_skeleton[skeletons.number_skeleton(part)].append((t, k, part))
+        kept[list(repeated)] = True
+        return _SlotSummands(ids, kept, by_skeleton, repeated)
 
-    def _unify_groups(
-        self, lookup: ValueLookup, instances: dict[int, list[_Summand]], ids: list[list[int]]
-    ) -> list[CapturedGroup]:
+    def _unify_groups(self, lookup: ValueLookup, summands: _SlotSummands) -> list[CapturedGroup]:
         """Anti-unify the summands of each skeleton to one group of experts.
 
         Raises:
             Refused: experts are table rows, or an expert computes two functions.
         """
-        groups = [Unifier(self.owners, lookup, self.expert_nodes).unify_group(m, ids) for m in instances.values()]
-        if instances and not any(has_matrix_products(g.body) for g in groups):
+        groups = [
+            Unifier(self.owners, lookup, self.expert_nodes).unify_group(instances, summands.ids)
+            for instances in summands.by_skeleton.values()
+        ]
+        if groups and not any(has_matrix_products(g.body) for g in groups):
             raise Refused(
                 "experts are single vectors looked up per token (retrieval), not functions with a matrix product",
                 culprits=tuple(sorted(self.owners.experts)[:3]),
@@ -234,28 +251,32 @@ class CutLifter:
         return groups
 
     def _check_repeated(
-        self, lookup: ValueLookup, instances: dict[int, list[_Summand]], ids: list[list[int]],
-        expert_summands: list[list[Term]], received: dict[int, list[Term]], groups: list[CapturedGroup],
-    ) -> tuple[list[CapturedGroup], ChoiceSums]:  # fmt: skip
+        self, lookup: ValueLookup, summands: _SlotSummands, expert_rows: list[list[Term]], residual: _Residual,
+        groups: list[CapturedGroup],
+    ) -> tuple[list[CapturedGroup], torch.Tensor]:  # fmt: skip
         """Check that tokens which select an expert twice receive the sum over both slots.
 
         If they do not, unify once more with weights that are zero for some of their slots.
 
-        Args:
-            received: all summands of each of these tokens.
+        Returns:
+            The groups, and which slots have an effect, bool [T, K].
 
         Raises:
             RepeatedChoiceRefused: they receive something else.
         """
-        slots = {t: [(t, k, e) for k, e in enumerate(ids[t])] for t in received}
+        received = {t: [*expert_rows[t], *residual.rows[t]] for t in sorted(summands.repeated)}
+        slots = {t: [(t, k, e) for k, e in enumerate(summands.ids[t])] for t in received}
         for attempt in range(2):
             if attempt:
                 doubtful = [slot for row in slots.values() for slot in row]
                 lookup = lookup.with_effects(dataclasses.replace(lookup.effects, doubtful=doubtful))
-                groups = self._unify_groups(lookup, instances, ids)
-            sums = ChoiceSums(lookup, groups, expert_summands, capture=self.capture, hint=self.hint)
+                groups = self._unify_groups(lookup, summands)
+            sums = ChoiceSums(lookup, groups, expert_rows, capture=self.capture, hint=self.hint)
             if all(sums.is_sum_of_choices(slots[t], parts) for t, parts in received.items()):
-                return groups, sums
+                kept = summands.kept.clone()
+                for t in received:
+                    kept[t] = torch.tensor([sums.has_effect(slot) for slot in slots[t]])
+                return groups, kept
         raise RepeatedChoiceRefused(str(self.cut.meta["source"]))
 
 
