@@ -23,6 +23,7 @@ from ...capture.tracing.capture_result import FORCE_VARIED, Capture
 from ...capture.tracing.node_origins import fold_ancestors
 from ...capture.tracing.op_sets import CONTRACTIONS, SHAPE_ONLY
 from ...ir.node_values import get_op_name
+from ..facts.count_limits import find_limits
 from ..facts.graph_nodes import (
     SELECTION_DIMS,
     depends_on_routing,
@@ -36,7 +37,6 @@ from ..facts.load_statistics import is_load_statistic
 from ..facts.op_classes import COUNT_CLAMPS, ELEMENT_MOVES, LOOKUPS, NEW_TENSORS, SEARCHES
 from ..interventions.forced_outcome import ForcedStep, OutcomeKind, force_outcome
 from ..interventions.idle_branches import is_chosen_test
-from .unreached_limits import find_limits
 
 if TYPE_CHECKING:
     from .proof_view import ProofView

@@ -27,13 +27,14 @@ from ...capture.tracing.concrete_routing import Routing
 from ...capture.tracing.host_reads import Interventions
 from ...errors import MoefxError, Refused
 from ...ir.node_values import get_op_name
+from ..facts.count_limits import is_made_of_rows
 from ..facts.graph_nodes import depends_on_routing
 from ..facts.integer_ranges import UNBOUNDED, IntegerRanges, find_token_sizes
 from ..facts.op_classes import ORDERED, TWO_SIDED
 from ..interventions.forced_outcome import ForcedStep, OutcomeKind, force_outcome, refuse_change, repeat_outcome
 from ..interventions.open_reads import is_unbounded
 from ..lift.lifter import NothingRouted
-from .unreached_limits import MAX_CROWD_TOKENS, choose_even_sizes, is_made_of_rows
+from .unreached_limits import MAX_CROWD_TOKENS, choose_even_sizes
 
 if TYPE_CHECKING:
     from .proof_view import ProofView
