@@ -1,5 +1,7 @@
 """Lift one capture to its canonical form: the same function of each routed row, summed over the slots of a token.
 
+The files, in reading order:
+
     canonical_form.py     `CanonicalForm`, the result
     lifter.py             `Lifter`: tries sets of expert parameters, and nodes as the routed sum
     cut_lifter.py         `CutLifter`: one node as the routed sum. Its `lift` is the list of the steps:
