@@ -19,7 +19,7 @@ import moefx
 import moefx.ir.ops.row_exchange as exchange
 from moefx.bench import link_times
 from moefx.distribution.expert_layouts import find_expert_layouts
-from moefx.ir.ops.uneven_all_to_all import get_group, start
+from moefx.ir.ops.uneven_all_to_all import get_group, start_all_to_all
 from moefx.planner.communication import row_bytes
 from moefx.planner.simulation.routing_skew import count_traffic
 from moefx.runtime.ranks.link_costs import measure_handling
@@ -85,7 +85,7 @@ class Counter:
         away = sum(n for n, rank in zip(sent, ranks, strict=True) if rank // self.size != own // self.size)
         others = sum(n for n, rank in zip(sent, ranks, strict=True) if rank != own)
         self.found += torch.tensor([away, away * width, others * width])
-        return start(rows, sent, received, group)
+        return start_all_to_all(rows, sent, received, group)
 
 
 def links_between(node_size: int, above: list[int], longest: float) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def main() -> None:
             counter = exchange.start = Counter(args.node_size)
             out = graph.run(x)
             out = (out[0] if isinstance(out, (tuple, list)) else out)[:16].float()
-            exchange.start = start
+            exchange.start = start_all_to_all
             error = ((out - want).norm() / want.norm()).item()
             dist.all_reduce(counter.found)
             rows, leaves, sent = counter.found.tolist()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ..ir.expert_placement import TopologyLevel
-from ..ir.ops.uneven_all_to_all import get_group, start, wait
+from ..ir.ops.uneven_all_to_all import get_group, start_all_to_all, wait_for_collective
 from ..runtime.ranks.topology import ExpertAxis
 from ..util.unit_text import amount
 from .rate_fit import fit_link
@@ -125,7 +125,9 @@ def measure_spread(exchanges: Sequence[RepeatedExchange]) -> tuple[float, ...]:
 def _all_to_all(level: TopologyLevel, device: torch.device, size: int) -> tuple[float, Callable[[], object]]:
     rows = torch.ones((size, 1), dtype=torch.uint8, device=device)
     counts = [size // level.size] * level.size
-    return size * (level.size - 1) / level.size, lambda: wait(start(rows, counts, counts, level.group))
+    return size * (level.size - 1) / level.size, lambda: wait_for_collective(
+        start_all_to_all(rows, counts, counts, level.group)
+    )
 
 
 def _p2p(level: TopologyLevel, device: torch.device, size: int) -> tuple[float, Callable[[], object]]:

@@ -118,6 +118,6 @@ def _has_reduce_scatter(axis: ExpertAxis) -> bool:
 
 def _token_bytes(result: BlockRewrite) -> float:
     """Count the bytes of a token's values in an exchange."""
-    gathers = RoutedRegion.of(result.graph).gathers
-    values = [n.args[0].meta.get("val") for n in gathers]  # type: ignore[union-attr]
+    token_gathers = RoutedRegion.of(result.graph).token_gathers
+    values = [n.args[0].meta.get("val") for n in token_gathers]  # type: ignore[union-attr]
     return float(sum(int(v.shape[-1]) * v.element_size() for v in values[:1] if v is not None))

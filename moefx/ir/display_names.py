@@ -16,7 +16,7 @@ from .node_values import BUILD_PFT, format_target
 # Default names for results of dialect ops and for their inputs, if the pass that made the node chose none.
 _RESULTS = {
     "build_pft": "pft", "dispatch": "rows", "grouped_mm": "h", "expert_mlp": "y", "combine": "out",
-    "place_choices": "place", "plan_dispatch": "send", "exchange_counts": "counts", "pack_rows": "packed",
+    "place_choices": "destinations", "plan_dispatch": "send", "exchange_counts": "counts", "pack_rows": "packed",
     "read_counts": "splits", "all_to_all_rows": "sent", "all_to_all_back": "back", "wait_sums": "sums",
 }  # fmt: skip
 _ROLES = {

@@ -1,23 +1,23 @@
 """Expert parallelism: send rows to the ranks that hold their experts, and return their sums.
 
-    place = place_choices(topk_ids)                   destination of each slot
-    send  = plan_dispatch(place)                      rows for each rank
-    packed = pack_rows(x, topk_weights, send)         while the ranks exchange row counts
-    sent  = all_to_all_rows(x, topk_weights, send)    starts the exchange
-    rows  = wait_rows(sent)
-    pft   = build_pft(slots, weights)                 as for this rank's own tokens
-    y     = expert_mlp(rows, pft, own weights)
-    back  = all_to_all_back(y)
-    out   = wait_sums(back, send)                     sums by token
+    destinations = place_choices(topk_ids)
+    send   = plan_dispatch(destinations)                 rows for each rank
+    packed = pack_rows(x, topk_weights, send)            while the ranks exchange row counts
+    sent   = all_to_all_rows(packed, send)               starts the exchange
+    rows, local_ids, weights = wait_rows(sent)
+    pft    = build_pft(local_ids, weights)               as for this rank's own tokens
+    y      = expert_mlp(rows, pft, own weights)
+    back   = all_to_all_back(y)
+    out    = wait_sums(back, send)                       sums by token
 
-With `dedup`, a token travels once to each rank that holds one of its experts, since experts gather by index. Without
-(`flat`, as in X-MoE), it travels once for each slot. The sender decides drops by capacity or mask.
+With `dedup`, a token travels once to each rank that holds one of its experts, because experts gather by index. Without
+(`flat`, as in X-MoE), it travels once for each slot. The sender drops slots by capacity or mask.
 
 Over several levels of a topology there is one hop at each level (X-MoE section 4.2, RBD). A pilot of the token goes to
-each node, to the rank at the sender's own position there, which forwards it to the node's ranks. The sums return the
-same way, and a node adds up its sums before they leave it. With `splits_intra_node`, rows that stay in the node do not
-wait for rows from other nodes (Piper section V, HALO: phase I is the exchange in the node, phase II the exchange
-between nodes, phase III the exchange in the node of received rows).
+each node, to the rank with the sender's number in its own node, which forwards it to the node's ranks. The sums return
+the same way, and a node adds up its sums before they leave it. With `splits_intra_node`, rows that stay in the node do
+not wait for rows from other nodes (Piper section V, HALO: phase I is the exchange in the node, phase II the exchange
+between nodes, phase III the exchange of the received rows in the node).
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def insert_collectives(
     """Distribute the routed sum over the ranks of the expert axis.
 
     Args:
-        stacked: names of parameters that hold all experts in one tensor, a DTensor. If each expert has its own
-            parameters, a rank holds those of its experts only.
-        trained: names of parameters with gradients.
+        stacked: names of the parameters that hold all experts in one tensor, a DTensor. Of separate parameters, a rank
+            holds those of its own experts only.
+        trained: names of the parameters with gradients.
         samples: the sampler number of the block, see `ir.ops.parameter_samples`.
     """
     block = block.copy()
@@ -91,24 +91,30 @@ def _insert_exchanges(
     Returns:
         The exchange of each chunk of tokens, in the order of their starts.
     """
-    tokens, choices = (list(dict.fromkeys(map(routed.get_source, at))) for at in (routed.gathers, routed.picks))
+    token_values, slot_values = (
+        list(dict.fromkeys(map(routed.get_source, at))) for at in (routed.token_gathers, routed.slot_gathers)
+    )
     weights = get_argument(routed.pft, "topk_weights")
-    if routed.has_weights and weights not in choices:
-        choices = [*choices, weights]
-    fingerprint = _hash_exchange(routed, [*tokens, *choices], placement, routes)
+    if routed.has_weights and weights not in slot_values:
+        slot_values = [*slot_values, weights]
+    fingerprint = _hash_exchange(routed, [*token_values, *slot_values], placement, routes)
     if routes.gathers:
         gathered_tokens = GatheredTokens(routed, placement, routes)
         with routed.graph.inserting_before(routed.region[0]):
-            gathered_tokens.insert_gather(_insert_places(routed, placement, routes), tokens, choices, fingerprint)
+            gathered_tokens.insert_gather(
+                _insert_destinations(routed, placement, routes), token_values, slot_values, fingerprint
+            )
             gathered_tokens.keep_rows_in_stash()
         return [gathered_tokens]
     chunks = [
         UnevenExchange(part, placement, routes) for part in (*(routed.copy() for _ in range(routes.chunks - 1)), routed)
     ]
     with routed.graph.inserting_before(routed.region[0]):
-        place = _insert_places(routed, placement, routes)
-        places = [place] if len(chunks) == 1 else _insert_chunks(routed, place, len(chunks))
-        for chunk, part in zip(chunks, places, strict=True):
+        destinations = _insert_destinations(routed, placement, routes)
+        destinations_by_chunk = (
+            [destinations] if len(chunks) == 1 else _insert_chunks(routed, destinations, len(chunks))
+        )
+        for chunk, part in zip(chunks, destinations_by_chunk, strict=True):
             chunk.insert_plans(part)
         kwargs = {
             "levels": routes.sizes,
@@ -116,12 +122,12 @@ def _insert_exchanges(
             "fingerprint": fingerprint,
             "group": placement.group,
         }
-        counts = _insert_counts(routed, places, placement, routes, {**kwargs, "samples": samples})
+        counts = _insert_counts(routed, destinations_by_chunk, placement, routes, {**kwargs, "samples": samples})
         if len(chunks) == 1:  # the buffers of chunks would be mostly empty
-            chunks[0].insert_packs(tokens, choices)
+            chunks[0].insert_packs(token_values, slot_values)
         splits = iter(_insert_splits(routed, counts, placement, routes, kwargs, len(chunks)))
         for chunk in chunks:
-            chunk.insert_rows(tokens, choices, splits)
+            chunk.insert_rows(token_values, slot_values, splits)
     return chunks
 
 
@@ -129,8 +135,8 @@ def _return_sums(routed: RoutedRegion, exchanges: Sequence[UnevenExchange | Gath
     """Emit the return of each routed sum to the ranks of the tokens, and add the sums of all chunks."""
     for number, node in enumerate(routed.sums):
         users = list(node.users)
-        with routed.graph.inserting_before(exchanges[0].routed.sums[number].next):  # comes after all other chunks
-            out, *other_chunks = [exchange.insert_back(exchange.routed.sums[number]) for exchange in exchanges]
+        with routed.graph.inserting_before(exchanges[0].routed.sums[number].next):  # after all other chunks
+            out, *other_chunks = [exchange.insert_return(exchange.routed.sums[number]) for exchange in exchanges]
             for other in other_chunks:  # 0 for tokens of other chunks
                 out = routed.call(aten.add.Tensor, (out, other), {}, ("S", "D"), "out")
         for user in users:
@@ -139,7 +145,7 @@ def _return_sums(routed: RoutedRegion, exchanges: Sequence[UnevenExchange | Gath
 
 def _hash_exchange(routed: RoutedRegion, sent: list[fx.Node], placement: Placement, routes: ExchangeRoutes) -> int:
     """Hash the exchanged values, their destinations, and the operations on them, which must be equal on all ranks.
-    Names and values of parameters do not count."""
+    Leave out the names and values of parameters."""
     numbers: dict[fx.Node, int] = {}
 
     def describe(node: Any) -> str:
@@ -154,7 +160,7 @@ def _hash_exchange(routed: RoutedRegion, sent: list[fx.Node], placement: Placeme
     return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
 
 
-def _insert_places(routed: RoutedRegion, placement: Placement, routes: ExchangeRoutes) -> fx.Node:
+def _insert_destinations(routed: RoutedRegion, placement: Placement, routes: ExchangeRoutes) -> fx.Node:
     """Emit the destination of each slot."""
     topk_ids, keep = get_argument(routed.pft, "topk_ids"), get_argument(routed.pft, "keep")
     if routed.pft.kwargs.get("capacity") is not None:
@@ -165,18 +171,22 @@ def _insert_places(routed: RoutedRegion, placement: Placement, routes: ExchangeR
     return routed.call(ops.place_choices.default, (topk_ids, keep), {"places": positions}, letters)
 
 
-def _insert_chunks(routed: RoutedRegion, place: fx.Node, chunks: int) -> list[fx.Node]:
+def _insert_chunks(routed: RoutedRegion, destinations: fx.Node, chunks: int) -> list[fx.Node]:
     """Emit the destinations of each chunk of tokens."""
-    parts = routed.call(ops.chunk_choices.default, (place,), {"chunks": chunks})
-    return routed.unpack(parts, (place.meta["letters"],) * chunks)
+    parts = routed.call(ops.chunk_choices.default, (destinations,), {"chunks": chunks})
+    return routed.unpack(parts, (destinations.meta["letters"],) * chunks)
 
 
 def _insert_counts(
-    routed: RoutedRegion, places: list[fx.Node], placement: Placement, routes: ExchangeRoutes, kwargs: dict[str, Any]
+    routed: RoutedRegion,
+    destinations_by_chunk: list[fx.Node],
+    placement: Placement,
+    routes: ExchangeRoutes,
+    kwargs: dict[str, Any],
 ) -> list[fx.Node]:
     """Emit the exchange of row counts of all hops."""
     kwargs = {**kwargs, "num_slots": placement.experts_per_rank, "dedup": routes.dedup}
-    counts = routed.call(ops.exchange_counts.default, (places,), kwargs, axis=placement.axis)
+    counts = routed.call(ops.exchange_counts.default, (destinations_by_chunk,), kwargs, axis=placement.axis)
     return routed.unpack(counts, ((), ()))
 
 
@@ -188,10 +198,10 @@ def _insert_splits(
     kwargs: dict[str, Any],
     chunks: int,
 ) -> list[fx.Node]:
-    """Emit the numbers of rows of each hop, and of slots that end here, chunk by chunk."""
+    """Emit the numbers of rows of each hop, and of rows for the local experts, chunk by chunk."""
     splits = routed.call(ops.read_counts.default, tuple(counts), {**kwargs, "timeout": routes.timeout})
     labels = [routes.label(index) for index in range(len(routes.levels))] + ["near"] * routes.splits_intra_node
-    names = (*(add_label("splits", label) for label in labels), "choices") * chunks
+    names = (*(add_label("splits", label) for label in labels), "num_rows") * chunks
     letters = (*(("2", "W") for _ in labels), ("1",)) * chunks
     return routed.unpack(splits, letters, names)
 

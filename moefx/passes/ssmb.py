@@ -56,7 +56,7 @@ class _Sharding:
             for argument, name in names.items():
                 set_argument(pft, argument, self._shard(get_argument(pft, argument), name))
         with graph.inserting_before(routed.region[0]):
-            for node in (*routed.gathers, *routed.picks):
+            for node in (*routed.token_gathers, *routed.slot_gathers):
                 routed.set_source(node, self._shard(routed.get_source(node), "own_x"))
         for node in routed.sums:
             users = list(node.users)

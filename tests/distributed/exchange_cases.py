@@ -15,7 +15,7 @@ from moefx.ir.ops.expert_gemms import grouped_mm
 from moefx.ir.ops.row_exchange import all_to_all_back, all_to_all_rows, wait_rows, wait_sums
 from moefx.ir.ops.row_packing import pack_rows
 from moefx.ir.ops.token_routing import build_pft, combine, dispatch
-from moefx.ir.ops.uneven_all_to_all import start, wait
+from moefx.ir.ops.uneven_all_to_all import start_all_to_all, wait_for_collective
 
 D, E, K = 6, 8, 3
 
@@ -121,11 +121,11 @@ def case_concurrent_exchanges() -> None:
     for i, sent in enumerate(sizes):
         to, received = sent[rank], [row[rank] for row in sent]
         rows = torch.randn(sum(to), 7, generator=torch.Generator().manual_seed(10 * i + rank)).bfloat16()
-        starts.append(start(rows, to, received, get_group_name()))
+        starts.append(start_all_to_all(rows, to, received, get_group_name()))
         wanted.append(rows.new_empty(sum(received), 7))
         dist.all_to_all_single(wanted[-1], rows, received, to)
     dist.recv(heard, (rank - 1) % world)
     word.wait()
     assert heard.tolist() == [float((rank - 1) % world)] * 5
     for arrived, want in reversed(list(zip(starts, wanted, strict=True))):
-        assert torch.equal(wait(arrived), want)
+        assert torch.equal(wait_for_collective(arrived), want)

@@ -16,7 +16,7 @@ import moefx
 import moefx.ir.ops.exchange_routes
 import moefx.ir.ops.row_exchange
 from moefx.ir.ops.op_definition import registry
-from moefx.ir.ops.uneven_all_to_all import start, wait
+from moefx.ir.ops.uneven_all_to_all import start_all_to_all, wait_for_collective
 
 from ..blocks import D, K
 from .launch import sampled
@@ -41,7 +41,7 @@ def count_collectives():
     def start_and_count(t, sent, received, group):
         found["rows"] += 1
         rows.append((group, list(sent)))
-        return start(t, sent, received, group)
+        return start_all_to_all(t, sent, received, group)
 
     def count_exchange(*args, **kwargs):
         found["counts"] += 1
@@ -108,8 +108,8 @@ def case_weights_while_gradients_travel() -> None:
         events.clear()
         with (
             mock.patch.object(backward, "providers", providers),
-            mock.patch.object(moefx.ir.ops.row_exchange, "start", record_calls("start", start)),
-            mock.patch.object(moefx.ir.ops.row_exchange, "wait", record_calls("wait", wait)),
+            mock.patch.object(moefx.ir.ops.row_exchange, "start", record_calls("start", start_all_to_all)),
+            mock.patch.object(moefx.ir.ops.row_exchange, "wait", record_calls("wait", wait_for_collective)),
         ):
             out.sum().backward()
         rows, weights = events.index("rows"), events.index("weights")

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import moefx
 import moefx.ir.ops.sequence_shards
 from moefx.errors import InvalidInput, InvalidPlan
-from moefx.ir.ops.uneven_all_to_all import wait
+from moefx.ir.ops.uneven_all_to_all import wait_for_collective
 
 from ..blocks import D, Dropping
 from .launch import sampled
@@ -71,7 +71,7 @@ def case_sizes_and_dispatches() -> None:
 
 
 def halve_gradient(t: torch.Tensor) -> torch.Tensor:
-    return wait(t) * (1.0 if torch._C._current_graph_task_id() == -1 else 0.5)
+    return wait_for_collective(t) * (1.0 if torch._C._current_graph_task_id() == -1 else 0.5)
 
 
 def case_verify_detects_wrong_gradients() -> None:
@@ -197,7 +197,7 @@ def case_activations_are_divided() -> None:
 
         def wait_and_record(t: torch.Tensor, gathered=gathered) -> torch.Tensor:
             gathered.append(t.nbytes)
-            return wait(t)
+            return wait_for_collective(t)
 
         with mock.patch.object(moefx.ir.ops.sequence_shards, "wait", wait_and_record):
             out = compiled(x.clone().requires_grad_())

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 import moefx
 import moefx.ir.ops.row_exchange
 from moefx.errors import InvalidInput
-from moefx.ir.ops.uneven_all_to_all import start
+from moefx.ir.ops.uneven_all_to_all import start_all_to_all
 
 from ..blocks import D
 from .launch import sampled
@@ -128,7 +128,7 @@ def inject_fault(fault: str, at: int):
                 values[[0, -1]] = values[[-1, 0]]
             elif fault == "lost":
                 values[-1] = 0
-        return start(rows, sent, received, group)
+        return start_all_to_all(rows, sent, received, group)
 
     with mock.patch.object(moefx.ir.ops.row_exchange, "start", start_wrong):
         yield
@@ -164,7 +164,7 @@ def case_the_wrong_group() -> None:
     other = {inter: intra, intra: inter}
 
     def exchanged(rows, sent, received, group):
-        return start(rows, sent, received, other[group])
+        return start_all_to_all(rows, sent, received, other[group])
 
     assert moefx.verify(compiled, model, torch.randn(6, D), routings=False).ok
     with mock.patch.object(moefx.ir.ops.row_exchange, "start", exchanged):

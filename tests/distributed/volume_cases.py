@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 from moefx.ir.ops import row_exchange
-from moefx.ir.ops.uneven_all_to_all import get_group, start
+from moefx.ir.ops.uneven_all_to_all import get_group, start_all_to_all
 from moefx.planner.communication import row_bytes
 from moefx.planner.simulation.routing_skew import count_traffic
 
@@ -45,7 +45,7 @@ class Counter:
         rank = dist.get_rank(get_group(group))
         width = rows.shape[1:].numel() * rows.element_size()
         self.num_bytes += width * sum(n for place, n in enumerate(sent) if place != rank)
-        return start(rows, sent, received, group)
+        return start_all_to_all(rows, sent, received, group)
 
 
 def predict_bytes(

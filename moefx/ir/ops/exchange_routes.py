@@ -1,11 +1,12 @@
 """Plan the rows that each rank sends to each other rank (X-MoE sections 4.1 and 4.2; Piper section V).
 
-The *destination* (`place`) of a slot is position * experts_per_rank + the expert's number on its rank, or -1 if the
-slot is dropped. Positions number the ranks of the expert axis: the ranks of a node are consecutive, and so are the
-ranks of a unit at each level of the topology (`levels`, coarse to fine: [2, 4] is two nodes of four ranks). A *hop* is
-an exchange among the ranks that differ at one level only. A destination modulo the destinations of a unit is a
-destination within the unit. After a hop, a rank again has tokens with destinations, so the next hop is planned in the
-same way. The ops' argument `num_slots` is the number of destinations behind each rank of a hop.
+The *destination* of a slot is position * experts_per_rank + the local id of its expert, or -1 if the slot is dropped.
+Positions number the ranks of the expert axis: the ranks of a node are consecutive, and so are the ranks of a unit at
+each level of the topology (`levels`, coarse to fine: [2, 4] is two nodes of four ranks). A *hop* is an exchange among
+the ranks that differ at one level only. A destination modulo the destinations of a unit is a destination within the
+unit. After a hop, a rank again has tokens with destinations, so the next hop is planned in the same way.
+
+Schemas and printed graphs call destinations `place`, and the destinations behind each rank of a hop `num_slots`.
 
 Letters: S tokens, K slots, B = S*K, W ranks of a hop. `splits` [2,W] is on the host: numbers of rows sent to, and
     received from, each rank.
@@ -48,19 +49,23 @@ def place_choices(topk_ids: Tensor, keep: Tensor | None, *, places: Sequence[int
         valid = valid & keep
     table = build_destination_table(places, topk_ids.device)
     if table is None:
-        place = topk_ids.to(torch.int32)
+        destinations = topk_ids.to(torch.int32)
     else:
-        place = table[topk_ids.clamp(0, num_experts - 1).to(torch.int64)]
-    return place.masked_fill(~valid, -1)
+        destinations = table[topk_ids.clamp(0, num_experts - 1).to(torch.int64)]
+    return destinations.masked_fill(~valid, -1)
 
 
-def build_destination_table(places: Sequence[int], device: torch.device) -> Tensor | None:
+def build_destination_table(expert_destinations: Sequence[int], device: torch.device) -> Tensor | None:
     """Return the destination of each expert, int32 [E]; None if it is the expert's number."""
-    return None if list(places) == list(range(len(places))) else _table(tuple(places), device)
+    return (
+        None
+        if list(expert_destinations) == list(range(len(expert_destinations)))
+        else _build_table(tuple(expert_destinations), device)
+    )
 
 
 @functools.lru_cache(maxsize=64)
-def _table(values: tuple[int, ...], device: torch.device) -> Tensor:
+def _build_table(values: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
@@ -68,22 +73,22 @@ def _table(values: tuple[int, ...], device: torch.device) -> Tensor:
     "near_and_far(Tensor place, *, int begin, int num_places) -> (Tensor, Tensor)",
     contract="place[S,K] -> near[S,K], far[S,K]",
 )
-def near_and_far(place: Tensor, *, begin: int, num_places: int) -> tuple[Tensor, Tensor]:
-    """Split destinations into those on this node, [begin, begin + num_places), and all others; -1 in the other part.
-    Near destinations are numbered within the node."""
-    near = (place >= begin) & (place < begin + num_places)
-    return torch.where(near, place - begin, -1), torch.where(near, -1, place)
+def near_and_far(destinations: Tensor, *, begin: int, num_places: int) -> tuple[Tensor, Tensor]:
+    """Split destinations into those on this node, [begin, begin + num_places), and all others. Each part has -1 for
+    slots of the other one. Destinations on this node are numbered within the node."""
+    near = (destinations >= begin) & (destinations < begin + num_places)
+    return torch.where(near, destinations - begin, -1), torch.where(near, -1, destinations)
 
 
 @op(
     "chunk_choices(Tensor place, *, int chunks) -> Tensor[]",
     contract="place[S,K] -> places[*]",
 )
-def chunk_choices(place: Tensor, *, chunks: int) -> list[Tensor]:
-    """Split the tokens into `chunks` even runs. Return the destinations for each; -1 for tokens of other chunks."""
-    token, num_tokens = torch.arange(place.shape[0], device=place.device)[:, None], place.shape[0]
+def chunk_choices(destinations: Tensor, *, chunks: int) -> list[Tensor]:
+    """Split the tokens into `chunks` even runs. Return the destinations of each run, with -1 for all other tokens."""
+    token, num_tokens = torch.arange(destinations.shape[0], device=destinations.device)[:, None], destinations.shape[0]
     ends = [num_tokens * i // chunks for i in range(chunks + 1)]
-    return [torch.where((token >= ends[i]) & (token < ends[i + 1]), place, -1) for i in range(chunks)]
+    return [torch.where((token >= ends[i]) & (token < ends[i + 1]), destinations, -1) for i in range(chunks)]
 
 
 @op(
@@ -91,24 +96,26 @@ def chunk_choices(place: Tensor, *, chunks: int) -> list[Tensor]:
     contract="place[S,K] -> token_ids[B], slot_ids[B], rank_offsets[_], inverse[S,K]",
 )
 def plan_dispatch(
-    place: Tensor, *, num_ranks: int, num_slots: int, dedup: bool
+    destinations: Tensor, *, num_ranks: int, num_slots: int, dedup: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Build the index arrays of a hop, with ranks in place of experts.
 
     Args:
-        place: destinations modulo num_ranks * num_slots. num_slots: destinations behind each of the hop's ranks.
+        destinations: modulo num_ranks * num_slots. num_slots: destinations behind each of the hop's ranks.
 
     Returns:
         token_ids[B], slot_ids[B], rank_offsets[W+1], inverse[S,K]: as from `build_pft`, with rows in rank order. With
-        `dedup` the first slot of a token at a rank is the pilot for all its slots there, and inverse is -1 for the
-        others. Else each slot has a row, in the order of destinations.
+        `dedup`, the first slot of a token at a rank is the pilot for all its slots there, and inverse is -1 for the
+        others. Otherwise each slot has a row, in the order of destinations.
     """
     if not dedup:
-        token_ids, slot_ids, offsets, inverse, _ = build_pft(place, None, None, num_experts=num_ranks * num_slots)
+        token_ids, slot_ids, offsets, inverse, _ = build_pft(
+            destinations, None, None, num_experts=num_ranks * num_slots
+        )
         return token_ids, slot_ids, offsets[::num_slots].contiguous(), inverse
-    rank = destination_rank(place, num_slots)
-    is_replica = (rank[:, :, None] == rank[:, None, :]).tril_(-1).any(-1)
-    return build_pft(rank, None, ~is_replica, num_experts=num_ranks)[:4]
+    ranks = find_destination_ranks(destinations, num_slots)
+    is_replica = (ranks[:, :, None] == ranks[:, None, :]).tril_(-1).any(-1)
+    return build_pft(ranks, None, ~is_replica, num_experts=num_ranks)[:4]
 
 
 def count_units(levels: Sequence[int]) -> list[int]:
@@ -116,8 +123,8 @@ def count_units(levels: Sequence[int]) -> list[int]:
     return list(itertools.accumulate(levels, operator.mul))
 
 
-def destination_rank(place: Tensor, num_slots: int) -> Tensor:
-    return torch.div(place, num_slots, rounding_mode="floor")  # -1 stays -1
+def find_destination_ranks(destinations: Tensor, destinations_per_rank: int) -> Tensor:
+    return torch.div(destinations, destinations_per_rank, rounding_mode="floor")  # -1 stays -1
 
 
 @op(
@@ -126,7 +133,7 @@ def destination_rank(place: Tensor, num_slots: int) -> Tensor:
     contract="places[*] -> counts[_,_], heard[_,_,_]",
 )
 def exchange_counts(
-    places: list[Tensor],
+    destinations_by_chunk: list[Tensor],
     *,
     levels: Sequence[int],
     num_slots: int,
@@ -139,7 +146,7 @@ def exchange_counts(
     """Start to exchange row counts over all hops: one even all-to-all of a few numbers.
 
     Args:
-        places: destinations [S,K] of each chunk of tokens. group: the process group of all positions, in order.
+        destinations_by_chunk: [S,K] for each chunk of tokens. group: the process group of all positions, in order.
         near: slots whose expert is on this node skip the hops; they have an exchange of their own.
         fingerprint: identifies the program; it must be equal on all ranks.
         samples: the sampler number for the experts' parameters, see `parameter_samples`.
@@ -152,7 +159,7 @@ def exchange_counts(
         MoefxError: a CUDA graph is being captured, which cannot hold the copy to the host in `read_counts`.
     """
     refuse_capture(
-        places[0],
+        destinations_by_chunk[0],
         "copies numbers of rows to the host",
         'Plan(dispatch="gather", max_tokens=...), whose exchange is even',
     )
@@ -160,22 +167,26 @@ def exchange_counts(
     layout = _counts_layout(tuple(levels), dist.get_rank(process_group), near)
     node_range = layout.node_range if near else []
     kwargs = {"levels": levels, "num_slots": num_slots, "dedup": dedup, "near": node_range, "fingerprint": fingerprint}
-    by_chunk = [count_rows(place, **kwargs) for place in places]
+    by_chunk = [count_rows(chunk, **kwargs) for chunk in destinations_by_chunk]
     counts = torch.stack(by_chunk) if len(by_chunk) > 1 else by_chunk[0][None]
     sent = counts[:, layout.sent_indices(counts.device)].movedim(1, 0)
     sampler = take_sampler(samples)
     sample = local_sample(sampler, counts.device).expand(*sent.shape[:2], NUM_WORDS)
     sent = torch.cat([sent, sample], dim=-1)
-    heard = torch.empty_like(sent)  # [positions, chunks, numbers]
+    received_counts = torch.empty_like(sent)  # [positions, chunks, numbers]
     with raise_ranks_lost():
-        _in_transit[heard.data_ptr()] = dist.all_to_all_single(heard, sent, group=process_group, async_op=True), sampler
-    while len(_in_transit) > _MAX_IN_TRANSIT:  # left behind by errors
-        _in_transit.pop(next(iter(_in_transit)))
-    return counts, heard
+        _counts_in_transit[received_counts.data_ptr()] = (
+            dist.all_to_all_single(received_counts, sent, group=process_group, async_op=True),
+            sampler,
+        )
+    while len(_counts_in_transit) > _MAX_IN_TRANSIT:  # left behind by errors
+        _counts_in_transit.pop(next(iter(_counts_in_transit)))
+    return counts, received_counts
 
 
-# Unread counts by address, with the sampler of the sample sent along. Functional collectives have no timeout.
-_in_transit: dict[int, tuple[Any, Sampler | None]] = {}
+# By the address of the received counts: the collective, and the sampler of its sample. `dist` instead of functional
+# collectives, which have no timeout.
+_counts_in_transit: dict[int, tuple[Any, Sampler | None]] = {}
 _MAX_IN_TRANSIT = 64
 
 
@@ -186,7 +197,7 @@ _MAX_IN_TRANSIT = 64
 )
 def read_counts(
     counts: Tensor,
-    heard: Tensor,
+    received_counts: Tensor,
     *,
     levels: Sequence[int],
     near: bool = False,
@@ -194,16 +205,16 @@ def read_counts(
     timeout: float | None = None,
     group: str,
 ) -> list[Tensor]:
-    """Read the numbers of rows sent to and received from each rank, for every hop: the only copy that the host waits
-    for.
+    """Read the number of rows to send to and receive from each rank, for every hop. No other step makes the host wait
+    for the device.
 
     Args:
-        heard: the other ranks' counts. levels, near, fingerprint, group: as for `exchange_counts`.
+        received_counts: the other ranks' counts. levels, near, fingerprint, group: as for `exchange_counts`.
         timeout: seconds to wait for the other ranks; None for the limit of the process group.
 
     Returns:
-        For each chunk: int64 [2,W] on the host for each hop (W = levels[i]), with `near` also for the exchange in the
-        node; then [1], the number of slots whose expert is on this rank.
+        For each chunk, on the host: int64 [2,W] for each hop (W = levels[i]), and with `near` one more for the exchange
+        in the node; then [1], the number of slots whose expert is on this rank.
 
     Raises:
         RanksLost: another rank has died, does not answer in time, or has another fingerprint.
@@ -211,17 +222,18 @@ def read_counts(
     """
     process_group = get_group(group)
     layout = _counts_layout(tuple(levels), dist.get_rank(process_group), near)
-    # No entry if a checkpoint kept the counts and reads them again.
-    work, sampler = _in_transit.pop(heard.data_ptr(), (None, None))
+    # A checkpoint that kept the counts reads them again: then there is no entry.
+    work, sampler = _counts_in_transit.pop(received_counts.data_ptr(), (None, None))
     with raise_ranks_lost():
         if work is not None:
             work.wait(*([] if timeout is None else [datetime.timedelta(seconds=timeout)]))
-    # Python numbers: the GPU idles meanwhile, and ops on small tensors take longer.
-    flat = torch.cat([counts.flatten(), heard.flatten()]).cpu().tolist()
+    # Compute with Python numbers: the GPU idles meanwhile, and ops on small tensors take longer.
+    flat = torch.cat([counts.flatten(), received_counts.flatten()]).cpu().tolist()
     numbers = iter(flat)
     local = [list(itertools.islice(numbers, counts.shape[1])) for _ in range(counts.shape[0])]
     received = [  # [position][chunk]
-        [list(itertools.islice(numbers, heard.shape[2])) for _ in range(heard.shape[1])] for _ in range(heard.shape[0])
+        [list(itertools.islice(numbers, received_counts.shape[2])) for _ in range(received_counts.shape[1])]
+        for _ in range(received_counts.shape[0])
     ]
     parameter_samples = [by_chunk[0][-NUM_WORDS:] for by_chunk in received]
     received = [[numbers[:-NUM_WORDS] for numbers in by_chunk] for by_chunk in received]
@@ -244,18 +256,24 @@ def read_counts(
     contract="place[S,K] -> counts[_]",
 )
 def count_rows(
-    place: Tensor, *, levels: Sequence[int], num_slots: int, dedup: bool, near: Sequence[int], fingerprint: int = 0
+    destinations: Tensor,
+    *,
+    levels: Sequence[int],
+    num_slots: int,
+    dedup: bool,
+    near: Sequence[int],
+    fingerprint: int = 0,
 ) -> Tensor:
     """Count this rank's rows for each unit of each level, coarse to fine, int64.
 
-    With `near` = [begin, end), the positions of this node, rows for these positions are counted one by one instead, and
-    not for units. Then follow the number of slots for each position, a 0, and the fingerprint.
+    With `near` = [begin, end), the positions of this node, rows for these positions are counted by position and not by
+    unit. Then follow the number of slots for each position, a 0, and the fingerprint.
     """
     num_positions = math.prod(levels)
-    position = destination_rank(place, num_slots).to(torch.int64) + 1
-    slots = torch.zeros((place.shape[0], num_positions + 1), dtype=torch.int64, device=place.device)
-    slots = slots.scatter_add_(1, position, torch.ones_like(position))[:, 1:]
-    rows = slots.clamp(max=1) if dedup else slots.clone()  # [S, positions]
+    positions = find_destination_ranks(destinations, num_slots).to(torch.int64) + 1
+    slot_counts = torch.zeros((destinations.shape[0], num_positions + 1), dtype=torch.int64, device=destinations.device)
+    slot_counts = slot_counts.scatter_add_(1, positions, torch.ones_like(positions))[:, 1:]
+    rows = slot_counts.clamp(max=1) if dedup else slot_counts.clone()  # [S, positions]
     counts, near_counts = [], []
     if near:
         near_counts = [rows[:, slice(*near)].sum(0)]
@@ -263,10 +281,10 @@ def count_rows(
     for units in count_units(levels):
         by_unit = rows.unflatten(1, (units, num_positions // units))
         counts.append((by_unit.amax(2) if dedup else by_unit.sum(2)).sum(0))
-    return torch.cat([*counts, *near_counts, slots.sum(0), counts[0].new_tensor([0, fingerprint])])
+    return torch.cat([*counts, *near_counts, slot_counts.sum(0), counts[0].new_tensor([0, fingerprint])])
 
 
-def count_fields(levels: Sequence[int], node_range: Sequence[int]) -> int:
+def num_row_counts(levels: Sequence[int], node_range: Sequence[int]) -> int:
     """Return the number of results of `count_rows`."""
     return sum(count_units(levels)) + (node_range[1] - node_range[0] if node_range else 0) + math.prod(levels) + 2
 
@@ -274,13 +292,13 @@ def count_fields(levels: Sequence[int], node_range: Sequence[int]) -> int:
 class _CountsLayout:
     """The results of `count_rows` that ranks exchange, and the splits that follow from them.
 
-    Before the hop at level j, a rank holds rows from all ranks whose coordinates equal its own from level j on. All of
-    these rows go to units inside its own unit of level j-1. So every rank sends it two kinds of counts: its rows for
-    the receiver's unit at the first level, and, for each lower level, its rows for the receiver's unit and that unit's
+    Before the hop at level j, a rank holds rows from all ranks whose coordinates equal its own from level j on. These
+    rows go to units inside its own unit of level j-1. So every rank sends it two kinds of counts: its rows for the
+    receiver's unit at the first level, and, for each lower level, its rows for the receiver's unit and that unit's
     siblings.
 
     Attributes:
-        counts_node: whether rows within the node are counted apart, one count for each position.
+        counts_node: whether rows within the node are counted separately, one count for each position.
         coordinates: the position's coordinate at each level.
         node_range: [begin, end), the positions of this node.
         near_begin: index of the first count for a position of this node. slots_begin: index of the first count of
@@ -316,8 +334,8 @@ class _CountsLayout:
         return [*indices, self.slots_begin + position, self.zero + 1]
 
     def compute_splits(self, counts: list[int], received: list[list[int]]) -> list[Any]:
-        """Return [2,W] for each hop, and [1] slots that end here, from this rank's counts and those that each position
-        sent."""
+        """Return [2,W] for each hop, and [1], the number of slots whose expert is on this rank, from this rank's counts
+        and those that each position sent."""
         within, begin = math.prod(self.levels[1:]), 1
         first = [numbers[0] for numbers in received[self.position % within :: within]]
         splits: list[Any] = [[counts[: self.levels[0]], first]]
@@ -348,35 +366,35 @@ def _(topk_ids, keep, *, places):
 
 
 @near_and_far.fake
-def _(place, *, begin, num_places):
-    return torch.empty_like(place), torch.empty_like(place)
+def _(destinations, *, begin, num_places):
+    return torch.empty_like(destinations), torch.empty_like(destinations)
 
 
 @chunk_choices.fake
-def _(place, *, chunks):
-    return [torch.empty_like(place) for _ in range(chunks)]
+def _(destinations, *, chunks):
+    return [torch.empty_like(destinations) for _ in range(chunks)]
 
 
 @plan_dispatch.fake
-def _(place, *, num_ranks, num_slots, dedup):
-    token_ids = place.new_empty((place.shape[0] * place.shape[1],), dtype=torch.int32)
+def _(destinations, *, num_ranks, num_slots, dedup):
+    token_ids = destinations.new_empty((destinations.shape[0] * destinations.shape[1],), dtype=torch.int32)
     offsets = token_ids.new_empty((num_ranks + 1,))
-    return token_ids, torch.empty_like(token_ids), offsets, token_ids.new_empty(place.shape)
+    return token_ids, torch.empty_like(token_ids), offsets, token_ids.new_empty(destinations.shape)
 
 
 @count_rows.fake
-def _(place, *, levels, num_slots, dedup, near, fingerprint=0):
-    return place.new_empty(count_fields(levels, near), dtype=torch.int64)
+def _(destinations, *, levels, num_slots, dedup, near, fingerprint=0):
+    return destinations.new_empty(num_row_counts(levels, near), dtype=torch.int64)
 
 
 @exchange_counts.fake
-def _(places, *, levels, num_slots, dedup, near=False, fingerprint=0, samples=0, group):
-    num_counts, num_sent = count_fields(levels, [0, levels[-1]] * near), 3 + sum(levels[1:]) + near + NUM_WORDS
-    counts = places[0].new_empty((len(places), num_counts), dtype=torch.int64)
-    return counts, counts.new_empty((math.prod(levels), len(places), num_sent))
+def _(destinations_by_chunk, *, levels, num_slots, dedup, near=False, fingerprint=0, samples=0, group):
+    num_counts, num_sent = num_row_counts(levels, [0, levels[-1]] * near), 3 + sum(levels[1:]) + near + NUM_WORDS
+    counts = destinations_by_chunk[0].new_empty((len(destinations_by_chunk), num_counts), dtype=torch.int64)
+    return counts, counts.new_empty((math.prod(levels), len(destinations_by_chunk), num_sent))
 
 
 @read_counts.fake
-def _(counts, heard, *, levels, near=False, fingerprint=0, timeout=None, group):
+def _(counts, received_counts, *, levels, near=False, fingerprint=0, timeout=None, group):
     sizes = [*((2, n) for n in (*levels, *list(levels[-1:]) * near)), (1,)] * counts.shape[0]
     return [torch.empty(size, dtype=torch.int64, device="cpu") for size in sizes]

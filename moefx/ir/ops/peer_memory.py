@@ -26,7 +26,7 @@ from torch import Tensor
 from ...errors import MoefxError
 from ...util.gpu_streams import LastStream, is_capturing
 from ...util.rank_values import gather_values
-from .row_packing import Column, Layout
+from .row_packing import Column, RowLayout
 from .uneven_all_to_all import describe_lost_ranks, get_group
 
 _MAX_VIEWS = 64  # layouts whose views are kept
@@ -132,7 +132,7 @@ class PeerMemory:
         return views.peers
 
     def _build_views(self, key: tuple[Any, ...], columns: Sequence[Tensor], num_rows: int, room: int) -> _PeerViews:
-        layout = Layout([*map(Column.of, columns)])
+        layout = RowLayout([*map(Column.of, columns)])
         shape = num_rows, layout.num_bytes
         self.reserve(max(1, room * layout.num_bytes))
         num_filled = columns[0].shape[0]

@@ -1,8 +1,8 @@
 """Exchange rows with the ranks that hold their experts (X-MoE sections 4.1 and 4.2).
 
-With dedup, a token sends one row to each rank that holds one of its experts; without, it sends one row for each slot. A
-row carries the token's values and, for each slot, the routing weight and the local expert of the receiver (-1 if the
-expert is elsewhere). The receiver routes it like a token of its own: by the next hop, or by `build_pft` and
+With dedup, a token sends one row to each rank that holds one of its experts. Without, it sends one row for each slot. A
+row carries the token's values and, for each slot, the routing weight and the local id of the expert on the receiver (-1
+if the expert is elsewhere). The receiver routes it like a token of its own: by the next hop, or by `build_pft` and
 `expert_mlp` after the last hop. The result of each row returns, and the sender sums results by token.
 
 `all_to_all_rows` and `all_to_all_back` start a collective; `wait_rows` and `wait_sums` wait for it. Nodes in between
@@ -12,7 +12,7 @@ as the rank sent or received. So each start returns two tensors: the rows in tra
 *ticket*. The ticket has no memory; its gradient is the tensor in transit.
 
 Letters: S tokens, K slots, B = S*K, W ranks of the hop, N rows sent, R rows received, J slots of a row (K with dedup,
-    else 1), P parts. `splits` [2,W] is on the host, see `exchange_routes`.
+    otherwise 1), P parts. `splits` [2,W] is on the host, see `exchange_routes`.
 
 Ranks without rows take part in each collective.
 """
@@ -26,16 +26,16 @@ import torch
 from torch import Tensor
 
 from .op_definition import op, unpack_saved
-from .row_packing import Column, Layout, join_columns, layout_of_rows, pack_rows, split_columns
+from .row_packing import Column, RowLayout, build_row_layout, join_columns, pack_rows, split_columns
 from .token_routing import build_pft_backward, combine
-from .uneven_all_to_all import start, wait
+from .uneven_all_to_all import start_all_to_all, wait_for_collective
 
 _PLAN = "Tensor token_ids, Tensor slot_ids, Tensor rank_offsets, Tensor inverse, Tensor splits"
 _PLAN_SHAPES = "token_ids[B], slot_ids[B], rank_offsets[E+1], inverse[S,K], splits[_,E]"
 
 
-class _Plan(NamedTuple):
-    """Arguments of the exchanges: the results of `plan_dispatch`, and `splits` of `read_counts`."""
+class _SendPlan(NamedTuple):
+    """The arguments that all exchanges of a hop take: the results of `plan_dispatch`, and `splits` of `read_counts`."""
 
     token_ids: Tensor
     slot_ids: Tensor
@@ -57,25 +57,27 @@ def _read_splits(splits: Tensor) -> tuple[list[int], list[int]]:
 # -- layout of rows
 
 
-class _Values(NamedTuple):
-    """The columns of a row, without the destinations of its slots.
+class _RowColumns(NamedTuple):
+    """The columns of a row, without the local ids.
 
     Attributes:
-        tokens: values of the token. choices: values of each slot. width: J, the number of slots of a row.
+        token_values: of the token. slot_values: of each slot. width: J, the number of slots of a row.
     """
 
-    tokens: list[Column]
-    choices: list[Column]
+    token_values: list[Column]
+    slot_values: list[Column]
     width: int
 
     @classmethod
-    def of(cls, tokens: Sequence[Tensor], choices: Sequence[Tensor], place: Tensor, dedup: bool) -> _Values:
-        width = place.shape[1] if dedup else 1
-        return cls([*map(Column.of, tokens)], [Column(c.dtype, width) for c in choices], width)
+    def of(
+        cls, token_values: Sequence[Tensor], slot_values: Sequence[Tensor], destinations: Tensor, dedup: bool
+    ) -> _RowColumns:
+        width = destinations.shape[1] if dedup else 1
+        return cls([*map(Column.of, token_values)], [Column(c.dtype, width) for c in slot_values], width)
 
     @property
-    def gradients(self) -> Layout:
-        return Layout([c for c in (*self.tokens, *self.choices) if c.dtype.is_floating_point])
+    def gradients(self) -> RowLayout:
+        return RowLayout([c for c in (*self.token_values, *self.slot_values) if c.dtype.is_floating_point])
 
     def ticket(self, template: Tensor, num_rows: Any) -> Tensor:
         """Return a ticket of the width of the packed gradients, on the device of `template`."""
@@ -97,9 +99,9 @@ def _make_ticket(template: Tensor, num_rows: Any, width: Any, dtype: torch.dtype
     contract=f"tokens[*], choices[*], place[S,K], packed[_,_]?, {_PLAN_SHAPES} -> sent[_,_], ticket[_,_]",
 )
 def all_to_all_rows(
-    tokens: list[Tensor],
-    choices: list[Tensor],
-    place: Tensor,
+    token_values: list[Tensor],
+    slot_values: list[Tensor],
+    destinations: Tensor,
     packed: Tensor | None,
     *plan: Tensor,
     num_slots: int,
@@ -109,21 +111,21 @@ def all_to_all_rows(
     """Start to send the rows of this rank's tokens to the ranks of their experts.
 
     Args:
-        tokens: values of tokens, [S,D]. choices: values of slots (routing weights), [S,K]. Differentiable.
+        token_values: [S,D] each. slot_values: [S,K] each, such as routing weights. Differentiable.
         packed: result of `pack_rows` if rows were packed before their number was known; None to pack them here.
 
     Returns:
         The rows in transit as bytes, and the ticket.
     """
-    route = _Plan(*plan)
+    route = _SendPlan(*plan)
     sent, received = _read_splits(route.splits)
     if packed is None:
         sizes = {"num_rows": sum(sent), "num_slots": num_slots, "dedup": dedup}
-        rows = pack_rows(tokens, choices, place, *plan[:3], **sizes)
+        rows = pack_rows(token_values, slot_values, destinations, *plan[:3], **sizes)
     else:
         rows = packed[: sum(sent)]
-    values = _Values.of(tokens, choices, place, dedup)
-    return start(rows, sent, received, group), values.ticket(place, sum(sent))
+    values = _RowColumns.of(token_values, slot_values, destinations, dedup)
+    return start_all_to_all(rows, sent, received, group), values.ticket(destinations, sum(sent))
 
 
 @op(
@@ -137,12 +139,12 @@ def all_to_all_rows_backward(
     """Wait for the gradients of the rows, and sum them by token.
 
     Args:
-        dtypes, widths: the columns that have a gradient. num_tokens: number of columns with values of tokens; the
-            others hold values of slots.
+        dtypes, widths: of the columns with a gradient. num_tokens: number of columns with values of tokens; the others
+            hold values of slots.
     """
-    route = _Plan(*plan)
-    columns = split_columns([wait(sent).view(torch.uint8)], dtypes=dtypes, widths=widths)
-    # Only the row that goes to a slot's rank has a gradient for it: the sum over a token's rows adds zeros.
+    route = _SendPlan(*plan)
+    columns = split_columns([wait_for_collective(sent).view(torch.uint8)], dtypes=dtypes, widths=widths)
+    # Only the row to a slot's rank has a gradient for the slot: the sum over a token's rows adds zeros.
     return [
         route.sum_by_token(column)
         if i < num_tokens or dedup
@@ -160,9 +162,9 @@ def wait_rows(
     sent: list[Tensor],
     tickets: list[Tensor],
     splits: list[Tensor],
-    tokens: list[Tensor],
-    choices: list[Tensor],
-    place: Tensor,
+    token_values: list[Tensor],
+    slot_values: list[Tensor],
+    destinations: Tensor,
     *,
     num_slots: int,
     dedup: bool,
@@ -171,17 +173,19 @@ def wait_rows(
     """Wait for the rows of P exchanges.
 
     Args:
-        tokens, choices, place: the arguments of the start, for dtypes and widths.
+        token_values, slot_values, destinations: the arguments of the start, for dtypes and widths.
 
     Returns:
-        Values of tokens [R,D], local experts int32 [R,J], and values of slots [R,J], for the rows received, in the
-        order of the parts and of their source ranks.
+        For the rows received, in the order of the parts and of their source ranks: values of tokens [R,D], local ids
+        int32 [R,J], and values of slots [R,J].
     """
-    layout = layout_of_rows(tokens, choices, place, num_slots=num_slots, dedup=dedup).columns
-    buffers = [wait(part) for part in sent]
+    layout = build_row_layout(
+        token_values, slot_values, destinations, destinations_per_rank=num_slots, dedup=dedup
+    ).columns
+    buffers = [wait_for_collective(part) for part in sent]
     named = {"dtypes": [c.dtype_name for c in layout], "widths": [c.width for c in layout]}
-    *columns, places = split_columns(buffers, **named, places=True)
-    return [*columns[: len(tokens)], places, *columns[len(tokens) :]]
+    *columns, local_ids = split_columns(buffers, **named, places=True)
+    return [*columns[: len(token_values)], local_ids, *columns[len(token_values) :]]
 
 
 @op(
@@ -191,13 +195,13 @@ def wait_rows(
 def wait_rows_backward(
     grads: list[Tensor], tickets: list[Tensor], splits: list[Tensor], *, groups: list[str]
 ) -> list[Tensor]:
-    """Start to send the gradients of the rows back. The result of each part is the gradient of its ticket."""
+    """Start to send the gradients of the rows back. The tensor in transit of a part is the gradient of its ticket."""
     begin, in_transit = 0, []
     for ticket, counts, group in zip(tickets, splits, groups, strict=True):
         sent, received = _read_splits(counts)
         rows = join_columns([g[begin : begin + sum(received)] for g in grads])
         begin += sum(received)
-        in_transit.append(start(rows.view(ticket.dtype), received, sent, group))
+        in_transit.append(start_all_to_all(rows.view(ticket.dtype), received, sent, group))
     return in_transit
 
 
@@ -212,7 +216,7 @@ def all_to_all_back(rows: Tensor, splits: list[Tensor], tickets: list[Tensor], *
     """Start to send the results of the rows received [R,D] back to their source ranks.
 
     Args:
-        tickets: those of the exchanges that brought the parts, for the numbers of rows.
+        tickets: of the exchanges that brought the parts, for the numbers of rows.
 
     Returns:
         The rows in transit [N,D] of each part, then the ticket of each part.
@@ -220,7 +224,7 @@ def all_to_all_back(rows: Tensor, splits: list[Tensor], tickets: list[Tensor], *
     begin, in_transit, own_tickets = 0, [], []
     for counts, group in zip(splits, groups, strict=True):
         sent, received = _read_splits(counts)
-        in_transit.append(start(rows[begin : begin + sum(received)], received, sent, group))
+        in_transit.append(start_all_to_all(rows[begin : begin + sum(received)], received, sent, group))
         begin += sum(received)
         own_tickets.append(_make_ticket(rows, sum(received), rows.shape[1], rows.dtype))
     return [*in_transit, *own_tickets]
@@ -232,7 +236,7 @@ def all_to_all_back(rows: Tensor, splits: list[Tensor], tickets: list[Tensor], *
 )
 def wait_sums(sent: Tensor, ticket: Tensor, *plan: Tensor, group: str) -> Tensor:
     """Wait for the results of the rows, and sum them by token, [S,D]."""
-    return _Plan(*plan).sum_by_token(wait(sent))
+    return _SendPlan(*plan).sum_by_token(wait_for_collective(sent))
 
 
 @op(
@@ -240,11 +244,11 @@ def wait_sums(sent: Tensor, ticket: Tensor, *plan: Tensor, group: str) -> Tensor
     contract=f"grad[S,D], ticket[_,D], {_PLAN_SHAPES} -> sent[_,D]",
 )
 def wait_sums_backward(grad: Tensor, ticket: Tensor, *plan: Tensor, group: str) -> Tensor:
-    """Start to send the gradients of the rows, which are those of their tokens' sums. The result is the gradient of the
-    ticket."""
-    route = _Plan(*plan)
+    """Start to send the gradients of the rows, which equal those of their tokens' sums. The result is the gradient of
+    the ticket."""
+    route = _SendPlan(*plan)
     sent, received = _read_splits(route.splits)
-    return start(grad.index_select(0, route.token_ids[: sum(sent)]), sent, received, group)
+    return start_all_to_all(grad.index_select(0, route.token_ids[: sum(sent)]), sent, received, group)
 
 
 # -- registration
@@ -255,26 +259,31 @@ def _unknown_size() -> Any:
 
 
 @all_to_all_rows.fake
-def _(tokens, choices, place, packed, *plan, num_slots, dedup, group):
-    values = _Values.of(tokens, choices, place, dedup)
-    num_bytes = layout_of_rows(tokens, choices, place, num_slots=num_slots, dedup=dedup).num_bytes
-    sent = place.new_empty((_unknown_size(), num_bytes), dtype=torch.uint8)
-    return sent, values.ticket(place, _unknown_size())
+def _(token_values, slot_values, destinations, packed, *plan, num_slots, dedup, group):
+    values = _RowColumns.of(token_values, slot_values, destinations, dedup)
+    num_bytes = build_row_layout(
+        token_values, slot_values, destinations, destinations_per_rank=num_slots, dedup=dedup
+    ).num_bytes
+    sent = destinations.new_empty((_unknown_size(), num_bytes), dtype=torch.uint8)
+    return sent, values.ticket(destinations, _unknown_size())
 
 
 @all_to_all_rows_backward.fake
 def _(sent, token_ids, slot_ids, rank_offsets, inverse, splits, *, dtypes, widths, num_tokens, dedup):
     sizes = [(inverse.shape[0], w if i < num_tokens else inverse.shape[1]) for i, w in enumerate(widths)]
-    columns = zip(sizes, Layout.of(dtypes, widths).columns, strict=True)
+    columns = zip(sizes, RowLayout.of(dtypes, widths).columns, strict=True)
     return [inverse.new_empty(size, dtype=column.dtype) for size, column in columns]
 
 
 @wait_rows.fake
-def _(sent, tickets, splits, tokens, choices, place, *, num_slots, dedup, groups):
+def _(sent, tickets, splits, token_values, slot_values, destinations, *, num_slots, dedup, groups):
     num = sum(part.shape[0] for part in sent)
-    values = _Values.of(tokens, choices, place, dedup)
+    values = _RowColumns.of(token_values, slot_values, destinations, dedup)
     places = Column(torch.int32, values.width)
-    return [place.new_empty((num, c.width), dtype=c.dtype) for c in (*values.tokens, places, *values.choices)]
+    return [
+        destinations.new_empty((num, c.width), dtype=c.dtype)
+        for c in (*values.token_values, places, *values.slot_values)
+    ]
 
 
 wait_rows_backward.fake(lambda grads, tickets, splits, *, groups: [t.new_empty(t.shape) for t in tickets])
@@ -300,9 +309,9 @@ wait_sums_backward.fake(lambda grad, ticket, *plan, group: ticket.new_empty(tick
 
 
 def _save_rows(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> None:
-    tokens, choices, place, _, *plan = args
-    ctx.floats = [[t.is_floating_point() for t in ts] for ts in (tokens, choices)]
-    columns = _Values.of(tokens, choices, place, kwargs["dedup"]).gradients.columns
+    token_values, slot_values, destinations, _, *plan = args
+    ctx.floats = [[t.is_floating_point() for t in ts] for ts in (token_values, slot_values)]
+    columns = _RowColumns.of(token_values, slot_values, destinations, kwargs["dedup"]).gradients.columns
     ctx.kwargs = {
         "dtypes": [c.dtype_name for c in columns],
         "widths": [c.width for c in columns],
@@ -315,8 +324,10 @@ def _save_rows(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: S
 
 def _rows_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
     gradients = iter(all_to_all_rows_backward(grads[1], *unpack_saved(ctx), **ctx.kwargs))
-    of_tokens, of_choices = ([next(gradients) if float else None for float in floats] for floats in ctx.floats)
-    return of_tokens, of_choices, *(None,) * 7
+    token_gradients, slot_gradients = (
+        [next(gradients) if float else None for float in floats] for floats in ctx.floats
+    )
+    return token_gradients, slot_gradients, *(None,) * 7
 
 
 all_to_all_rows.autograd(save=_save_rows, backward=_rows_gradients)
@@ -353,7 +364,7 @@ def _save_back(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: S
 
 
 def _back_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
-    parts = [wait(grad) for grad in grads[ctx.num_parts :]]
+    parts = [wait_for_collective(grad) for grad in grads[ctx.num_parts :]]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)), None, None
 
 

@@ -33,8 +33,8 @@ class Column(NamedTuple):
         return str(self.dtype).removeprefix("torch.")
 
 
-class Layout:
-    """The first byte of each column (`begins`), and the number of bytes of a packed row."""
+class RowLayout:
+    """The layout of packed rows: the first byte of each column (`begins`), and the number of bytes of a row."""
 
     def __init__(self, columns: Sequence[Column]):
         self.columns = columns
@@ -45,7 +45,7 @@ class Layout:
             self.num_bytes += -(-column.num_bytes // _ALIGNMENT) * _ALIGNMENT
 
     @classmethod
-    def of(cls, dtypes: Sequence[str], widths: Sequence[int]) -> Layout:
+    def of(cls, dtypes: Sequence[str], widths: Sequence[int]) -> RowLayout:
         return cls([Column(getattr(torch, dtype), width) for dtype, width in zip(dtypes, widths, strict=True)])
 
     def empty(self, num_rows: int, template: Tensor) -> Tensor:
@@ -58,14 +58,21 @@ class Layout:
         return [packed[:, begin : begin + column.num_bytes].view(column.dtype) for begin, column in spans]
 
 
-def layout_of_rows(
-    tokens: Sequence[Tensor], choices: Sequence[Tensor], place: Tensor, *, num_slots: int, dedup: bool
-) -> Layout:
-    """Return the layout of `pack_rows` for the same arguments. Destinations use the smallest sufficient integers."""
-    integers = next((t for t in (torch.int8, torch.int16) if num_slots - 1 <= torch.iinfo(t).max), torch.int32)
-    width = place.shape[1] if dedup else 1
-    of_choices = [Column(c.dtype, width) for c in choices]
-    return Layout([*map(Column.of, tokens), *of_choices, Column(integers, width)])
+def build_row_layout(
+    token_values: Sequence[Tensor],
+    slot_values: Sequence[Tensor],
+    destinations: Tensor,
+    *,
+    destinations_per_rank: int,
+    dedup: bool,
+) -> RowLayout:
+    """Return the layout of `pack_rows` for the same arguments. Local ids use the smallest sufficient integers."""
+    integers = next(
+        (t for t in (torch.int8, torch.int16) if destinations_per_rank - 1 <= torch.iinfo(t).max), torch.int32
+    )
+    width = destinations.shape[1] if dedup else 1
+    slot_columns = [Column(c.dtype, width) for c in slot_values]
+    return RowLayout([*map(Column.of, token_values), *slot_columns, Column(integers, width)])
 
 
 @op(
@@ -74,9 +81,9 @@ def layout_of_rows(
     contract="tokens[*], choices[*], place[S,K], token_ids[B], slot_ids[B], rank_offsets[E+1] -> packed[_,_]",
 )
 def pack_rows(
-    tokens: list[Tensor],
-    choices: list[Tensor],
-    place: Tensor,
+    token_values: list[Tensor],
+    slot_values: list[Tensor],
+    destinations: Tensor,
     token_ids: Tensor,
     slot_ids: Tensor,
     rank_offsets: Tensor,
@@ -85,44 +92,46 @@ def pack_rows(
     num_slots: int,
     dedup: bool,
 ) -> Tensor:
-    """Pack the rows that leave a rank, uint8 [num_rows, bytes]: values of tokens, values of slots, and the local
-    experts of the receiving rank, -1 for slots whose expert is elsewhere. Without gradients.
+    """Pack the rows that leave a rank, uint8 [num_rows, bytes]: values of tokens, values of slots, and the local ids of
+    the slots' experts on the receiving rank, -1 for experts elsewhere. Without gradients.
 
     Args:
-        tokens: values [S,D]. choices: values [S,K].
-        place: the destination of each slot of each token. num_slots: destinations behind each rank.
-        token_ids, slot_ids: token and slot of each row, whose destination decides the receiving rank.
+        token_values: [S,D] each. slot_values: [S,K] each.
+        destinations: of each slot of each token. num_slots: destinations behind each rank.
+        token_ids, slot_ids: token and slot of each row. The slot's destination determines the receiving rank.
         num_rows: the last of `rank_offsets`, if the host knows it. None: the maximum; rows behind the last hold any
             values.
-        dedup: a row holds all slots of its token, else one slot.
+        dedup: a row holds all slots of its token, otherwise one slot.
     """
-    room = max_rows(place, rank_offsets, dedup) if num_rows is None else num_rows
-    token, slot = (ids[:room].to(torch.int64) for ids in (token_ids, slot_ids))
-    destination = place[token, slot][:, None]
+    room = count_max_rows(destinations, rank_offsets, dedup) if num_rows is None else num_rows
+    row_tokens, row_slots = (ids[:room].to(torch.int64) for ids in (token_ids, slot_ids))
+    row_destinations = destinations[row_tokens, row_slots][:, None]
     if dedup:
-        local, destination_rank = place[token], torch.div(destination, num_slots, rounding_mode="floor")
-        is_there = torch.div(local, num_slots, rounding_mode="floor") == destination_rank
-        local = (local % num_slots).masked_fill_(~is_there, -1)
+        local_ids, row_ranks = destinations[row_tokens], torch.div(row_destinations, num_slots, rounding_mode="floor")
+        is_there = torch.div(local_ids, num_slots, rounding_mode="floor") == row_ranks
+        local_ids = (local_ids % num_slots).masked_fill_(~is_there, -1)
     else:
-        local = destination % num_slots
-    layout = layout_of_rows(tokens, choices, place, num_slots=num_slots, dedup=dedup)
-    packed = layout.empty(room, place)
-    of_choices = [c[token] if dedup else c[token, slot][:, None] for c in choices]
-    for view, values in zip(layout.views(packed), [*(t[token] for t in tokens), *of_choices, local], strict=True):
+        local_ids = row_destinations % num_slots
+    layout = build_row_layout(token_values, slot_values, destinations, destinations_per_rank=num_slots, dedup=dedup)
+    packed = layout.empty(room, destinations)
+    slot_columns = [c[row_tokens] if dedup else c[row_tokens, row_slots][:, None] for c in slot_values]
+    for view, values in zip(
+        layout.views(packed), [*(t[row_tokens] for t in token_values), *slot_columns, local_ids], strict=True
+    ):
         view.copy_(values)
     return packed
 
 
-def max_rows(place: Tensor, rank_offsets: Tensor, dedup: bool) -> Any:
+def count_max_rows(destinations: Tensor, rank_offsets: Tensor, dedup: bool) -> Any:
     """Return the maximum number of rows for destinations [S,K]."""
-    num_tokens, top_k = place.shape
+    num_tokens, top_k = destinations.shape
     return num_tokens * (min(top_k, rank_offsets.shape[0] - 1) if dedup else top_k)
 
 
 @op("join_columns(Tensor[] columns) -> Tensor", contract="columns[*] -> packed[_,_]")
 def join_columns(columns: list[Tensor]) -> Tensor:
     """Pack columns [N,width] into rows, uint8 [N, bytes]."""
-    layout = Layout([*map(Column.of, columns)])
+    layout = RowLayout([*map(Column.of, columns)])
     packed = layout.empty(columns[0].shape[0], columns[0])
     for view, column in zip(layout.views(packed), columns, strict=True):
         view.copy_(column)
@@ -134,9 +143,9 @@ def join_columns(columns: list[Tensor]) -> Tensor:
     contract="buffers[*] -> columns[*]",
 )
 def split_columns(buffers: list[Tensor], *, dtypes: list[str], widths: list[int], places: bool = False) -> list[Tensor]:
-    """Unpack buffers of rows into columns, and concatenate the buffers. With `places` the last column holds expert
-    slots, which become int32."""
-    layout = Layout.of(dtypes, widths)
+    """Unpack buffers of rows into columns, and concatenate the buffers. With `places`, the last column holds local ids,
+    which become int32."""
+    layout = RowLayout.of(dtypes, widths)
     columns = [torch.cat(parts) for parts in zip(*map(layout.views, buffers), strict=True)]
     return [*columns[:-1], columns[-1].to(torch.int32)] if places else columns
 
@@ -145,19 +154,21 @@ pack_rows.without_gradient()
 
 
 @pack_rows.fake
-def _(tokens, choices, place, token_ids, slot_ids, rank_offsets, *, num_rows=None, num_slots, dedup):
-    num_rows = max_rows(place, rank_offsets, dedup) if num_rows is None else num_rows
-    return layout_of_rows(tokens, choices, place, num_slots=num_slots, dedup=dedup).empty(num_rows, place)
+def _(token_values, slot_values, destinations, token_ids, slot_ids, rank_offsets, *, num_rows=None, num_slots, dedup):
+    num_rows = count_max_rows(destinations, rank_offsets, dedup) if num_rows is None else num_rows
+    return build_row_layout(
+        token_values, slot_values, destinations, destinations_per_rank=num_slots, dedup=dedup
+    ).empty(num_rows, destinations)
 
 
 @join_columns.fake
 def _(columns):
-    return Layout([*map(Column.of, columns)]).empty(columns[0].shape[0], columns[0])
+    return RowLayout([*map(Column.of, columns)]).empty(columns[0].shape[0], columns[0])
 
 
 @split_columns.fake
 def _(buffers, *, dtypes, widths, places=False):
-    num_rows, columns = sum(b.shape[0] for b in buffers), [*Layout.of(dtypes, widths).columns]
+    num_rows, columns = sum(b.shape[0] for b in buffers), [*RowLayout.of(dtypes, widths).columns]
     if places:
         columns[-1] = columns[-1]._replace(dtype=torch.int32)
     return [buffers[0].new_empty((num_rows, c.width), dtype=c.dtype) for c in columns]

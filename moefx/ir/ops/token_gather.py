@@ -1,12 +1,12 @@
-"""Gather the tokens of all ranks on every rank, and sum the results where the tokens came from.
+"""Gather the tokens of all ranks on every rank, and sum the results on the tokens' own ranks.
 
 Each rank runs its own experts on the tokens of all ranks. A reduce-scatter adds up the ranks' sums of each token and
 leaves a rank with its own tokens. Both collectives are even: their sizes depend on the number of tokens alone, so the
-host reads nothing, and a CUDA graph can hold the whole exchange. The backward is the mirror image: it gathers the
-gradients of the sums, and scatters the sums of the tokens' gradients.
+host reads nothing, and a CUDA graph can hold the whole exchange. The backward mirrors this: it gathers the gradients of
+the sums, and scatters the sums of the tokens' gradients.
 
-`gather_tokens` and `scatter_sums` start collectives, `wait_gathered` and `wait_scattered` wait for them, as
-`row_exchange` describes. A start returns tickets beside the tensors in transit: their gradients travel back.
+`gather_tokens` and `scatter_sums` start collectives, `wait_gathered` and `wait_scattered` wait for them. A start also
+returns tickets, whose gradients are the tensors in transit of the backward (see `row_exchange`).
 
 All ranks pad to one length L, the largest number of tokens of a rank. It is `max_tokens` if the plan names it.
 Otherwise the hosts agree on it before each call (`agree_length`).
@@ -25,8 +25,8 @@ from torch import Tensor
 
 from ...errors import InvalidInput, RanksLost
 from .op_definition import op, own_memory, unpack_saved
-from .row_packing import Column, Layout, join_columns, split_columns
-from .uneven_all_to_all import format_ranks, get_group, raise_ranks_lost, refuse_capture, wait
+from .row_packing import Column, RowLayout, join_columns, split_columns
+from .uneven_all_to_all import format_ranks, get_group, raise_ranks_lost, refuse_capture, wait_for_collective
 
 # -- lengths
 
@@ -35,7 +35,7 @@ from .uneven_all_to_all import format_ranks, get_group, raise_ranks_lost, refuse
     "agree_length(Tensor place, *, int fingerprint, str host_group) -> Tensor",
     contract="place[S,K] -> length[1]",
 )
-def agree_length(place: Tensor, *, fingerprint: int, host_group: str) -> Tensor:
+def agree_length(destinations: Tensor, *, fingerprint: int, host_group: str) -> Tensor:
     """Agree with the hosts of all ranks on the largest number of tokens, int64 [1] on the host. Reads no device memory.
 
     Args:
@@ -46,9 +46,9 @@ def agree_length(place: Tensor, *, fingerprint: int, host_group: str) -> Tensor:
         MoefxError: a CUDA graph is being captured, which cannot hold this step.
         RanksLost: another rank runs another program, or does not answer.
     """
-    refuse_capture(place, "agrees on the number of tokens between hosts", "Plan(max_tokens=...)")
+    refuse_capture(destinations, "agrees on the number of tokens between hosts", "Plan(max_tokens=...)")
     group = get_group(host_group)
-    length_and_fingerprint = torch.tensor([place.shape[0], fingerprint], dtype=torch.int64)
+    length_and_fingerprint = torch.tensor([destinations.shape[0], fingerprint], dtype=torch.int64)
     answers = [torch.empty_like(length_and_fingerprint) for _ in range(group.size())]
     with raise_ranks_lost():
         dist.all_gather(answers, length_and_fingerprint, group=group)
@@ -92,12 +92,12 @@ def _make_ticket(template: Tensor, num_rows: Any, width: Any) -> Tensor:
     return template.new_empty(()).expand(num_rows, width)
 
 
-def _choice_columns(choices: Sequence[Tensor], place: Tensor) -> Layout:
-    """Return the layout of the buffer with a token's choices and destinations."""
-    return Layout([*map(Column.of, choices), Column(torch.int32, place.shape[1])])
+def _build_slot_layout(slot_values: Sequence[Tensor], destinations: Tensor) -> RowLayout:
+    """Return the layout of the buffer with the values and destinations of a token's slots."""
+    return RowLayout([*map(Column.of, slot_values), Column(torch.int32, destinations.shape[1])])
 
 
-# -- there
+# -- tokens to the experts
 
 
 @op(
@@ -106,9 +106,9 @@ def _choice_columns(choices: Sequence[Tensor], place: Tensor) -> Layout:
     contract="tokens[*], choices[*], place[S,K], length[1]? -> sent[*]",
 )
 def gather_tokens(
-    tokens: list[Tensor],
-    choices: list[Tensor],
-    place: Tensor,
+    token_values: list[Tensor],
+    slot_values: list[Tensor],
+    destinations: Tensor,
     length: Tensor | None,
     *,
     max_tokens: int,
@@ -118,18 +118,18 @@ def gather_tokens(
     """Start to gather the tokens of all ranks.
 
     Args:
-        tokens: values of tokens, [S,D]. choices: values of slots (routing weights), [S,K]. Differentiable.
-        place: the destination of each slot, see `exchange_routes`; -1 for padding.
+        token_values: [S,D] each. slot_values: [S,K] each, such as routing weights. Differentiable.
+        destinations: of each slot, see `exchange_routes`; -1 for padding.
         length: L, from `agree_length`; None for `max_tokens`. size: W.
 
     Returns:
-        The tensors in transit: each of `tokens`, [A,D], and one buffer of `choices` and `place`, uint8 [A,bytes]. Then
-        a ticket for each of `tokens` [L,D] and `choices` [L,K].
+        The tensors in transit: each of `token_values`, [A,D], and one buffer of `slot_values` and `destinations`, uint8
+        [A,bytes]. Then a ticket for each of `token_values` [L,D] and `slot_values` [L,K].
     """
-    rows = choose_length(place.shape[0], length, max_tokens)
-    columns = [_pad_rows(c, rows) for c in choices] + [_pad_rows(place, rows, -1)]
-    gathered = start_gather([*(_pad_rows(t, rows) for t in tokens), join_columns(columns)], size, group)
-    return [*gathered, *(_make_ticket(t, rows, t.shape[1]) for t in (*tokens, *choices))]
+    rows = choose_length(destinations.shape[0], length, max_tokens)
+    columns = [_pad_rows(c, rows) for c in slot_values] + [_pad_rows(destinations, rows, -1)]
+    gathered = start_gather([*(_pad_rows(t, rows) for t in token_values), join_columns(columns)], size, group)
+    return [*gathered, *(_make_ticket(t, rows, t.shape[1]) for t in (*token_values, *slot_values))]
 
 
 @op(
@@ -137,8 +137,8 @@ def gather_tokens(
     contract="sent[*] -> gradients[*]",
 )
 def gather_tokens_backward(sent: list[Tensor], *, num_tokens: int) -> list[Tensor]:
-    """Wait for the gradients of this rank's tokens and choices, and cut off the padding."""
-    return [own_memory(wait(part)[:num_tokens]) for part in sent]
+    """Wait for the gradients of this rank's tokens and slots, and cut off the padding."""
+    return [own_memory(wait_for_collective(part)[:num_tokens]) for part in sent]
 
 
 @op(
@@ -149,8 +149,8 @@ def gather_tokens_backward(sent: list[Tensor], *, num_tokens: int) -> list[Tenso
 def wait_gathered(
     sent: list[Tensor],
     tickets: list[Tensor],
-    choices: list[Tensor],
-    place: Tensor,
+    slot_values: list[Tensor],
+    destinations: Tensor,
     *,
     first_place: int = 0,
     size: int,
@@ -159,13 +159,17 @@ def wait_gathered(
     """Wait for the tokens of all ranks, in the order of the process group.
 
     Returns:
-        Values of tokens [A,D], destinations of their slots less `first_place` int32 [A,K], then values of slots [A,K].
+        Values of tokens [A,D], destinations minus `first_place` int32 [A,K], then values of slots [A,K].
     """
-    *tokens, packed = [wait(part) for part in sent]
-    layout = _choice_columns(choices, place).columns
+    *token_values, packed = [wait_for_collective(part) for part in sent]
+    layout = _build_slot_layout(slot_values, destinations).columns
     named = {"dtypes": [c.dtype_name for c in layout], "widths": [c.width for c in layout]}
-    *values, places = split_columns([packed], **named, places=False)
-    return [*map(own_memory, tokens), places - first_place if first_place else places, *values]
+    *values, all_destinations = split_columns([packed], **named, places=False)
+    return [
+        *map(own_memory, token_values),
+        all_destinations - first_place if first_place else all_destinations,
+        *values,
+    ]
 
 
 @op(
@@ -177,7 +181,7 @@ def wait_gathered_backward(grads: list[Tensor], tickets: list[Tensor], *, size: 
     return start_scatter([grad.to(t.dtype) for grad, t in zip(grads, tickets, strict=True)], size, group)
 
 
-# -- back
+# -- sums to the ranks of the tokens
 
 
 @op(
@@ -198,10 +202,10 @@ def scatter_sums(sums: Tensor, *, size: int, group: str) -> tuple[Tensor, Tensor
     "wait_scattered(Tensor sent, Tensor ticket, Tensor place, *, int size, str group) -> Tensor",
     contract="sent[_,D], ticket[_,D], place[S,K] -> out[S,D]",
 )
-def wait_scattered(sent: Tensor, ticket: Tensor, place: Tensor, *, size: int, group: str) -> Tensor:
+def wait_scattered(sent: Tensor, ticket: Tensor, destinations: Tensor, *, size: int, group: str) -> Tensor:
     """Wait for the sums of this rank's tokens, [S,D]."""
-    rows = wait(sent)
-    return own_memory(rows) if rows.shape[0] == place.shape[0] else rows[: place.shape[0]].clone()
+    rows = wait_for_collective(sent)
+    return own_memory(rows) if rows.shape[0] == destinations.shape[0] else rows[: destinations.shape[0]].clone()
 
 
 @op(
@@ -236,15 +240,17 @@ def fake_length(length: Any, max_tokens: int) -> Any:
     return torch.library.get_ctx().new_dynamic_size() if length is not None else max_tokens
 
 
-agree_length.fake(lambda place, **_: torch.empty(1, dtype=torch.int64))
+agree_length.fake(lambda destinations, **_: torch.empty(1, dtype=torch.int64))
 
 
 @gather_tokens.fake
-def _(tokens, choices, place, length, *, max_tokens, size, group):
+def _(token_values, slot_values, destinations, length, *, max_tokens, size, group):
     rows = fake_length(length, max_tokens)
-    packed = place.new_empty((size * rows, _choice_columns(choices, place).num_bytes), dtype=torch.uint8)
-    gathered = [t.new_empty((size * rows, t.shape[1])) for t in tokens]
-    return [*gathered, packed, *(_make_ticket(t, rows, t.shape[1]) for t in (*tokens, *choices))]
+    packed = destinations.new_empty(
+        (size * rows, _build_slot_layout(slot_values, destinations).num_bytes), dtype=torch.uint8
+    )
+    gathered = [t.new_empty((size * rows, t.shape[1])) for t in token_values]
+    return [*gathered, packed, *(_make_ticket(t, rows, t.shape[1]) for t in (*token_values, *slot_values))]
 
 
 @gather_tokens_backward.fake
@@ -253,10 +259,10 @@ def _(sent, *, num_tokens):
 
 
 @wait_gathered.fake
-def _(sent, tickets, choices, place, *, first_place=0, size, group):
+def _(sent, tickets, slot_values, destinations, *, first_place=0, size, group):
     rows = sent[-1].shape[0]
-    values = [c.new_empty((rows, c.shape[1])) for c in choices]
-    return [*(t.new_empty(t.shape) for t in sent[:-1]), place.new_empty((rows, place.shape[1])), *values]
+    values = [c.new_empty((rows, c.shape[1])) for c in slot_values]
+    return [*(t.new_empty(t.shape) for t in sent[:-1]), destinations.new_empty((rows, destinations.shape[1])), *values]
 
 
 wait_gathered_backward.fake(lambda grads, tickets, **_: [t.new_empty(t.shape) for t in tickets])
@@ -267,7 +273,7 @@ def _(sums, *, size, group):
     return sums.new_empty((sums.shape[0] // size, sums.shape[1])), _make_ticket(sums, sums.shape[0], sums.shape[1])
 
 
-wait_scattered.fake(lambda sent, ticket, place, **_: sent.new_empty((place.shape[0], sent.shape[1])))
+wait_scattered.fake(lambda sent, ticket, destinations, **_: sent.new_empty((destinations.shape[0], sent.shape[1])))
 wait_scattered_backward.fake(lambda grad, ticket, **_: ticket.new_empty(ticket.shape))
 
 
@@ -275,7 +281,7 @@ wait_scattered_backward.fake(lambda grad, ticket, **_: ticket.new_empty(ticket.s
 
 
 def fill_gradients(grads: Sequence[Tensor | None], outputs: Sequence[Any]) -> list[Tensor]:
-    """Return the gradients of floating-point results in their dtypes, zeros for those that have none.
+    """Return the gradients of the floating-point results in their dtypes, zeros for results without a gradient.
 
     Every rank takes part in the exchange of the backward, even without a gradient of its own.
 
@@ -290,17 +296,19 @@ def fill_gradients(grads: Sequence[Tensor | None], outputs: Sequence[Any]) -> li
 
 
 def _save_gather(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> None:
-    tokens, choices, place, _ = args
-    ctx.floats = [[t.is_floating_point() for t in ts] for ts in (tokens, choices)]
-    ctx.num_tokens, ctx.num_sent = place.shape[0], len(tokens) + 1
+    token_values, slot_values, destinations, _ = args
+    ctx.floats = [[t.is_floating_point() for t in ts] for ts in (token_values, slot_values)]
+    ctx.num_tokens, ctx.num_sent = destinations.shape[0], len(token_values) + 1
     ctx.mark_non_differentiable(*outputs[: ctx.num_sent], *(o for o in outputs if not o.is_floating_point()))
 
 
 def _gather_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
     present_grads = [g for g in grads[ctx.num_sent :] if g is not None]
     gradients = iter(gather_tokens_backward(present_grads, num_tokens=ctx.num_tokens))
-    of_tokens, of_choices = ([next(gradients) if float else None for float in floats] for floats in ctx.floats)
-    return of_tokens, of_choices, None, None
+    token_gradients, slot_gradients = (
+        [next(gradients) if float else None for float in floats] for floats in ctx.floats
+    )
+    return token_gradients, slot_gradients, None, None
 
 
 gather_tokens.autograd(save=_save_gather, backward=_gather_gradients)
@@ -330,7 +338,7 @@ def _save_scatter(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs
     ctx.mark_non_differentiable(outputs[0])
 
 
-scatter_sums.autograd(save=_save_scatter, backward=lambda ctx, grads: (wait(grads[1]),))
+scatter_sums.autograd(save=_save_scatter, backward=lambda ctx, grads: (wait_for_collective(grads[1]),))
 
 
 def _save_scattered(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:

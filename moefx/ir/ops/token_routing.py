@@ -17,7 +17,7 @@ DROP_RULES = ("none", "position_token", "position_slot", "weight")
 
 
 class PftResult(enum.IntEnum):
-    """The results of `build_pft`, by their numbers."""
+    """The index of each result of `build_pft`."""
 
     TOKEN_IDS = 0
     SLOT_IDS = 1
@@ -44,14 +44,14 @@ def build_pft(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Build the index arrays of the padding-free token buffer (ERI arrays of X-MoE, Listing 1) from the routing.
 
-    Rows are sorted by expert and, within an expert, by flat position s*K+k. An entry is dropped if its id is outside
-    [0, E), if `keep` is False, or if it is over `capacity` in its expert's queue. `drop` is the queue's order:
-    "position_token" (s, then k), "position_slot" (all first slots first: k, then s), "weight" (largest weight first,
-    ties by position s*K+k). Entries dropped by id or `keep` never queue.
+    An entry s*K+k is slot k of token s. Rows are sorted by expert and, within an expert, by entry. An entry is dropped
+    if its id is outside [0, E), if `keep` is False, or if its expert's queue already has `capacity` entries. `drop` is
+    the order of the queue: "position_token" (s, then k), "position_slot" (k, then s: all first slots first), "weight"
+    (largest weight first, ties by entry). Entries dropped by id or `keep` do not queue.
 
     Args:
-        num_rows: number of valid entries, int64 [1] on the host, if known. B is then `padded_row_count`, else S*K.
-            Entries over B are dropped. Not with `capacity`.
+        num_rows: number of valid entries, int64 [1] on the host, if known. B is then `padded_row_count`, otherwise S*K.
+            Entries beyond B are dropped. Not with `capacity`.
 
     Returns:
         token_ids[B], slot_ids[B]: token and slot of row r; 0 in the tail. int32.
@@ -60,27 +60,29 @@ def build_pft(
         order, 0 in the tail; [0] without weights. Differentiable.
     """
     _check_routing(topk_ids, topk_weights, keep, num_rows, num_experts, capacity, drop)
-    num_slots, num_entries, device = topk_ids.shape[1], topk_ids.numel(), topk_ids.device
+    top_k, num_entries, device = topk_ids.shape[1], topk_ids.numel(), topk_ids.device
     room = padded_row_count(num_rows, topk_ids)
-    expert = topk_ids.reshape(-1)
-    if expert.element_size() < 4:
-        expert = expert.to(torch.int32)  # num_experts itself may not fit into int8
-    valid = (expert >= 0) & (expert < num_experts)
+    expert_ids = topk_ids.reshape(-1)
+    if expert_ids.element_size() < 4:
+        expert_ids = expert_ids.to(torch.int32)  # num_experts itself may not fit into int8
+    valid = (expert_ids >= 0) & (expert_ids < num_experts)
     if keep is not None:
         valid &= keep.reshape(-1)
-    expert = torch.where(valid, expert, num_experts).to(torch.int32)  # dropped entries sort last
+    expert_ids = torch.where(valid, expert_ids, num_experts).to(torch.int32)  # dropped entries sort last
     if capacity is not None:
-        queue = _queue_order(topk_ids.shape, topk_weights, drop, device)
-        expert = torch.where(_rank_in_expert(expert, queue, num_experts) < capacity, expert, num_experts)
-    sorted_expert, order = torch.sort(expert, stable=True)
+        queue = _order_queue(topk_ids.shape, topk_weights, drop, device)
+        expert_ids = torch.where(
+            _find_queue_indices(expert_ids, queue, num_experts) < capacity, expert_ids, num_experts
+        )
+    sorted_ids, order = torch.sort(expert_ids, stable=True)
     bounds = torch.arange(num_experts + 1, dtype=torch.int32, device=device)
-    expert_offsets = torch.searchsorted(sorted_expert, bounds, out_int32=True).clamp_(max=room)
-    row = torch.arange(num_entries, dtype=torch.int32, device=device)
-    in_tail = row >= expert_offsets[num_experts]
-    inverse = torch.empty_like(row).scatter_(0, order, row.masked_fill(in_tail, -1)).view(topk_ids.shape)
-    source = order.to(torch.int32).masked_fill_(in_tail, 0)
-    token_ids = torch.div(source, num_slots, rounding_mode="floor")
-    slot_ids = source - token_ids * num_slots
+    expert_offsets = torch.searchsorted(sorted_ids, bounds, out_int32=True).clamp_(max=room)
+    rows = torch.arange(num_entries, dtype=torch.int32, device=device)
+    in_tail = rows >= expert_offsets[num_experts]
+    inverse = torch.empty_like(rows).scatter_(0, order, rows.masked_fill(in_tail, -1)).view(topk_ids.shape)
+    entries = order.to(torch.int32).masked_fill_(in_tail, 0)
+    token_ids = torch.div(entries, top_k, rounding_mode="floor")
+    slot_ids = entries - token_ids * top_k
     if topk_weights is None:
         combine_weights = torch.empty(0, dtype=torch.float32, device=device)
     else:
@@ -92,8 +94,8 @@ def build_pft(
 
 
 def padded_row_count(num_rows: Tensor | None, topk_ids: Tensor) -> int:
-    """Return the number of rows B: `num_rows` rounded up by at most 1/64. Few distinct sizes occur, so the allocator
-    and caches by size can reuse blocks."""
+    """Return the number of rows B: `num_rows` rounded up by at most 1/64, so that few distinct sizes occur and the
+    allocator can reuse blocks."""
     if num_rows is None:
         return topk_ids.numel()
     min_rows = int(num_rows)
@@ -101,25 +103,25 @@ def padded_row_count(num_rows: Tensor | None, topk_ids: Tensor) -> int:
     return min(-(-min_rows // step) * step, topk_ids.numel())
 
 
-def _queue_order(shape: Sequence[int], weights: Tensor | None, drop: str, device: torch.device) -> Tensor:
-    """Return flat positions in the order in which they claim capacity."""
-    num_tokens, num_slots = shape
-    flat = torch.arange(num_tokens * num_slots, device=device)
+def _order_queue(shape: Sequence[int], weights: Tensor | None, drop: str, device: torch.device) -> Tensor:
+    """Return the entries in the order of the queue."""
+    num_tokens, top_k = shape
+    flat = torch.arange(num_tokens * top_k, device=device)
     if drop == "position_slot":
-        return flat.view(num_tokens, num_slots).t().reshape(-1)
+        return flat.view(num_tokens, top_k).t().reshape(-1)
     if drop == "weight":
         assert weights is not None
         return torch.sort(weights.detach().reshape(-1), descending=True, stable=True).indices
     return flat
 
 
-def _rank_in_expert(expert: Tensor, queue: Tensor, num_experts: int) -> Tensor:
-    """Return how many entries of the same expert precede each entry in the queue."""
-    in_queue = expert.index_select(0, queue)
+def _find_queue_indices(expert_ids: Tensor, queue: Tensor, num_experts: int) -> Tensor:
+    """Return the number of entries of the same expert that precede each entry in the queue."""
+    in_queue = expert_ids.index_select(0, queue)
     by_expert, order = torch.sort(in_queue, stable=True)
-    first = torch.searchsorted(by_expert, torch.arange(num_experts + 1, dtype=torch.int32, device=expert.device))
-    rank = torch.arange(expert.shape[0], device=expert.device) - first.index_select(0, by_expert)
-    return torch.empty_like(rank).scatter_(0, queue.index_select(0, order), rank)
+    first = torch.searchsorted(by_expert, torch.arange(num_experts + 1, dtype=torch.int32, device=expert_ids.device))
+    queue_index = torch.arange(expert_ids.shape[0], device=expert_ids.device) - first.index_select(0, by_expert)
+    return torch.empty_like(queue_index).scatter_(0, queue.index_select(0, order), queue_index)
 
 
 def _check_routing(
@@ -276,7 +278,7 @@ def combine_backward(
 
 
 def clear_tail(vector: Tensor, expert_offsets: Tensor) -> Tensor:
-    """Zero the tail of a [B] vector in place, since the user's graph may reduce over it."""
+    """Zero the tail of a [B] vector in place, because the user's graph may reduce over it."""
     row = torch.arange(vector.shape[0], dtype=expert_offsets.dtype, device=vector.device)
     return vector.masked_fill_(row >= expert_offsets[-1], 0)
 

@@ -25,8 +25,8 @@ def format_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}"
 
 
-def start(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> Tensor:
-    """Start an uneven all-to-all of rows in rank order. Only `wait` may read the result.
+def start_all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> Tensor:
+    """Start an uneven all-to-all of rows in rank order. Read the result only by `wait_for_collective`.
 
     Args:
         sent, received: numbers of rows for, and from, each rank.
@@ -48,9 +48,9 @@ def _is_gloo(group: dist.ProcessGroup) -> bool:
 def _receive_first(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """Start the exchange over gloo with a receive and a send for each rank.
 
-    Gloo sends rows once the receiver has announced its receive. Its own all-to-all sends first, so the announcement
-    queues behind the rows in the other direction, and the link is used in one direction at a time: it takes up to 1.4
-    times as long (benchmarks/NOTES.md).
+    Gloo sends rows once the receiver has announced its receive. Its own all-to-all posts the sends first, so the
+    announcement queues behind the rows in the other direction, and only one direction of the link is used at a time. It
+    takes up to 1.4 times as long (benchmarks/NOTES.md).
     """
     received_rows, rank, size = rows.new_empty((sum(received), *rows.shape[1:])), group.rank(), group.size()
     parts, received_parts = rows.split(list(sent)), received_rows.split(list(received))
@@ -64,18 +64,20 @@ def _receive_first(rows: Tensor, sent: Sequence[int], received: Sequence[int], g
 
 
 def _exchange_with_own_row(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> Tensor:
-    """Exchange rows, with one more row from each rank to itself, so that each rank receives something. Waits."""
+    """Exchange rows, and wait. Each rank sends one more row to itself, so that it receives at least one."""
     own_rank = dist.get_rank(get_group(group))
     counts_with_own = [[n + (rank == own_rank) for rank, n in enumerate(counts)] for counts in (sent, received)]
     own_row = sum(sent[: own_rank + 1])
     rows = torch.cat([rows[:own_row], rows.new_zeros((1, *rows.shape[1:])), rows[own_row:]])
-    result = wait(torch.ops._c10d_functional.all_to_all_single(rows, counts_with_own[1], counts_with_own[0], group))
+    result = wait_for_collective(
+        torch.ops._c10d_functional.all_to_all_single(rows, counts_with_own[1], counts_with_own[0], group)
+    )
     own_row = sum(received[: own_rank + 1])
     return torch.cat([result[:own_row], result[own_row + 1 :]])
 
 
-def wait(rows: Tensor) -> Tensor:
-    """Wait for the result of `start`, and return it.
+def wait_for_collective(rows: Tensor) -> Tensor:
+    """Wait for a collective, such as `start_all_to_all`, and return its result.
 
     Raises:
         RanksLost: another rank has died, or does not answer within the process group's limit.

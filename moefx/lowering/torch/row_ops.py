@@ -28,12 +28,12 @@ def _combine(
     rows: Tensor, combine_weights: Tensor | None, token_ids: Tensor, expert_offsets: Tensor, inverse: Tensor
 ) -> Tensor:
     # embedding_bag gathers and sums in fixed order, without a buffer for the gathered rows.
-    num_tokens, num_slots = inverse.shape
+    num_tokens, top_k = inverse.shape
     if rows.shape[0] == 0:
         return rows.new_zeros((num_tokens, rows.shape[1]))
     row = inverse.reshape(-1)
     if int(expert_offsets[-1]) == row.shape[0]:
-        start = torch.arange(0, row.shape[0], num_slots, dtype=torch.int32, device=row.device)
+        start = torch.arange(0, row.shape[0], top_k, dtype=torch.int32, device=row.device)
     else:
         # With dropped slots the bags have different lengths. Bags, and rows within a bag, keep their order.
         valid = inverse >= 0

@@ -137,9 +137,9 @@ def scatter_kernel(
     entry = block * BLOCK + offset
     expert = _experts_of(topk_ids, keep, entry, entry < num_entries, E, HAS_KEEP)
     if BY_SLOT:
-        in_queue = (entry % K) * (num_entries // K) + entry // K
+        queue_position = (entry % K) * (num_entries // K) + entry // K
         cut = tl.load(cuts + expert, mask=expert < E, other=0)
-        expert = tl.where(in_queue < cut, expert, E)
+        expert = tl.where(queue_position < cut, expert, E)
     key = tl.sort((expert << LOG_BLOCK) | offset)
     expert_sorted, source = key >> LOG_BLOCK, block * BLOCK + (key & (BLOCK - 1))
     valid = expert_sorted < E
@@ -148,10 +148,10 @@ def scatter_kernel(
     # Rank of a sorted entry in its expert: entries of earlier blocks, plus earlier ones of this block.
     shift = begin - (tl.cumsum(count, 0) - count)
     safe = tl.where(valid, expert_sorted, 0)
-    rank = tl.gather(shift, safe, 0) + offset
+    queue_index = tl.gather(shift, safe, 0) + offset
     if CAPPED:
-        valid = valid & (rank < capacity)
-    row = tl.gather(start, safe, 0) + rank
+        valid = valid & (queue_index < capacity)
+    row = tl.gather(start, safe, 0) + queue_index
     valid = valid & (row < room)
     tl.store(inverse + source, tl.where(valid, row, -1), mask=source < num_entries)
     in_tail = (entry >= num_rows) & (entry < room)
@@ -284,12 +284,12 @@ def _build_pft(
     drop: str,
     block: int | None,
 ) -> list[Tensor]:
-    num_entries, num_slots, device = topk_ids.numel(), topk_ids.shape[1], topk_ids.device
+    num_entries, top_k, device = topk_ids.numel(), topk_ids.shape[1], topk_ids.device
     block = block or _BLOCK
     num_blocks, bins = cdiv(num_entries, block), max(16, triton.next_power_of_2(num_experts))
-    if drop == "position_slot" and num_slots == 1:
+    if drop == "position_slot" and top_k == 1:
         drop = "position_token"
-    queues = num_slots if drop == "position_slot" else 1
+    queues = top_k if drop == "position_slot" else 1
     capacity = num_entries if capacity is None else max(0, min(capacity, num_entries))
     has_weights, by_weight = topk_weights is not None, drop == "weight"
     ids = topk_ids if topk_ids.element_size() >= 4 else apply(Tensor.int, topk_ids)
@@ -313,12 +313,12 @@ def _build_pft(
     has_keep = keep is not None
     capped, by_slot = drop == "position_token", drop == "position_slot"
     sizes_of_list = (num_entries, num_blocks)
-    constants: dict[str, Any] = dict(E=num_experts, E_BINS=bins, K=num_slots, QUEUES=queues, BLOCK=block)
+    constants: dict[str, Any] = dict(E=num_experts, E_BINS=bins, K=top_k, QUEUES=queues, BLOCK=block)
     constants["HAS_KEEP"] = has_keep
     launch(count_kernel, (num_blocks,), (ids, keep, counts, *sizes_of_list), constants, warps=_WARPS)
     chunk = min(1024, max(16, triton.next_power_of_2(num_blocks)))
     queue_pad = triton.next_power_of_2(queues)
-    constants = dict(E=num_experts, K=num_slots, QUEUES=queues, Q_PAD=queue_pad, BLOCK=block)
+    constants = dict(E=num_experts, K=top_k, QUEUES=queues, Q_PAD=queue_pad, BLOCK=block)
     launch(
         scan_kernel,
         (num_experts,),
@@ -327,14 +327,14 @@ def _build_pft(
         warps=1 if chunk <= 256 and queues == 1 else 4,
     )
     staged = empty(*weights_form, device) if by_weight else combine_weights
-    constants = dict(E=num_experts, E_BINS=bins, K=num_slots, BLOCK=block, LOG_BLOCK=block.bit_length() - 1)
+    constants = dict(E=num_experts, E_BINS=bins, K=top_k, BLOCK=block, LOG_BLOCK=block.bit_length() - 1)
     constants |= dict(HAS_KEEP=has_keep, HAS_WEIGHTS=has_weights, CAPPED=capped, BY_SLOT=by_slot, STAGE=by_weight)
     args = (ids, keep, weights, begins, totals, cuts, entries if by_weight else token_ids, slot_ids, expert_offsets)
     args = (*args, inverse, staged, *sizes_of_list, capacity, room)
     launch(scatter_kernel, (num_blocks,), args, constants, warps=_WARPS)
     if by_weight:
         args = (entries, staged, totals, token_ids, slot_ids, expert_offsets, inverse, combine_weights)
-        constants = dict(E=num_experts, E_BINS=bins, K=num_slots, BLOCK=block, DIGIT=_DIGIT)
+        constants = dict(E=num_experts, E_BINS=bins, K=top_k, BLOCK=block, DIGIT=_DIGIT)
         launch(select_kernel, (num_experts,), (*args, num_entries, capacity), constants, warps=8)
     return [token_ids, slot_ids, expert_offsets, inverse, combine_weights]
 

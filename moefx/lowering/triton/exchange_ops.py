@@ -17,7 +17,7 @@ from triton import language as tl
 from triton import next_power_of_2
 
 from ...ir.ops import exchange_routes
-from ...ir.ops.row_packing import Column, Layout, layout_of_rows, max_rows
+from ...ir.ops.row_packing import Column, RowLayout, build_row_layout, count_max_rows
 from . import destination_kernels
 from . import row_kernels as rows
 from .build_pft import build_pft
@@ -44,7 +44,7 @@ def sum_rows_of_tokens(
     Args:
         scale: a Triton function, or None.
     """
-    (num_tokens, num_slots), width = inverse.shape, rows_in.shape[1]
+    (num_tokens, top_k), width = inverse.shape, rows_in.shape[1]
     out = rows_in.new_empty((num_tokens, width), dtype=dtype)
     bt, bd = choose_block(width)
     if out.numel():
@@ -52,60 +52,68 @@ def sum_rows_of_tokens(
             rows.combine_kernel,
             (cdiv(num_tokens, bt), cdiv(width, bd)),
             (rows_in, row_weights, inverse.contiguous(), out, num_tokens, width),
-            dict(SCALE=scale, K=num_slots, HAS_SCALE=scale is not None, BT=bt, BD=bd),
+            dict(SCALE=scale, K=top_k, HAS_SCALE=scale is not None, BT=bt, BD=bd),
         )
     return out
 
 
 def place_choices(topk_ids: Tensor, keep: Tensor | None, *, places: Sequence[int]) -> Tensor:
     """See `ir.ops.exchange_routes.place_choices`."""
-    place = topk_ids.new_empty(topk_ids.shape, dtype=torch.int32)
-    if not place.numel():
-        return place
+    destinations = topk_ids.new_empty(topk_ids.shape, dtype=torch.int32)
+    if not destinations.numel():
+        return destinations
     table = exchange_routes.build_destination_table(places, topk_ids.device)
     keep_bytes = None if keep is None else keep.contiguous().view(torch.uint8)
-    with use_device(place.device):
+    with use_device(destinations.device):
         launch(
-            destination_kernels.place_kernel,
-            (cdiv(place.numel(), 1024),),
-            (topk_ids.contiguous(), keep_bytes, table, place, place.numel(), len(places)),
+            destination_kernels.destinations_kernel,
+            (cdiv(destinations.numel(), 1024),),
+            (topk_ids.contiguous(), keep_bytes, table, destinations, destinations.numel(), len(places)),
             dict(HAS_KEEP=keep is not None, HAS_TABLE=table is not None, BLOCK=1024),
         )
-    return place
+    return destinations
 
 
 def plan_dispatch(
-    place: Tensor, *, num_ranks: int, num_slots: int, dedup: bool
+    destinations: Tensor, *, num_ranks: int, num_slots: int, dedup: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `ir.ops.exchange_routes.plan_dispatch`."""
-    if not dedup or not place.numel():
-        return exchange_routes.plan_dispatch.reference(place, num_ranks=num_ranks, num_slots=num_slots, dedup=dedup)
-    pilot = torch.empty_like(place, memory_format=torch.contiguous_format)
-    num_tokens, top_k = place.shape
-    with use_device(place.device):
+    if not dedup or not destinations.numel():
+        return exchange_routes.plan_dispatch.reference(
+            destinations, num_ranks=num_ranks, num_slots=num_slots, dedup=dedup
+        )
+    pilots = torch.empty_like(destinations, memory_format=torch.contiguous_format)
+    num_tokens, top_k = destinations.shape
+    with use_device(destinations.device):
         launch(
             destination_kernels.pilots_kernel,
             (cdiv(num_tokens, _TOKENS),),
-            (place.contiguous(), pilot, num_tokens, num_slots),
+            (destinations.contiguous(), pilots, num_tokens, num_slots),
             dict(K=top_k, BLOCK=_TOKENS),
         )
-    return build_pft(pilot, None, None, num_experts=num_ranks)[:4]
+    return build_pft(pilots, None, None, num_experts=num_ranks)[:4]
 
 
 def count_rows(
-    place: Tensor, *, levels: Sequence[int], num_slots: int, dedup: bool, near: Sequence[int], fingerprint: int = 0
+    destinations: Tensor,
+    *,
+    levels: Sequence[int],
+    num_slots: int,
+    dedup: bool,
+    near: Sequence[int],
+    fingerprint: int = 0,
 ) -> Tensor:
     """See `ir.ops.exchange_routes.count_rows`."""
-    counts = _zeros_ending_with(fingerprint, exchange_routes.count_fields(levels, near), place.device).clone()
-    if not place.numel():
+    counts = _zeros_ending_with(fingerprint, exchange_routes.num_row_counts(levels, near), destinations.device).clone()
+    if not destinations.numel():
         return counts
-    table, bins = _count_table(tuple(levels), num_slots, dedup, tuple(near), place.device)
-    num_tokens, top_k = place.shape
-    with use_device(place.device):
+    table, bins = _count_table(tuple(levels), num_slots, dedup, tuple(near), destinations.device)
+    num_tokens, top_k = destinations.shape
+    with use_device(destinations.device):
         launch(
             destination_kernels.count_rows_kernel,
             (cdiv(num_tokens, _TOKENS), table.shape[0]),
-            (place.contiguous(), counts, table, num_tokens),
+            (destinations.contiguous(), counts, table, num_tokens),
             dict(K=top_k, BINS=bins, BLOCK=_TOKENS),
         )
     return counts
@@ -118,14 +126,14 @@ def _zeros_ending_with(last: int, size: int, device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _count_table(
-    levels: tuple[int, ...], num_slots: int, dedup: bool, near: tuple[int, ...], device: torch.device
+    levels: tuple[int, ...], destinations_per_rank: int, dedup: bool, near: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, int]:
-    """Return the table of counts for `count_rows_kernel`, in the order of its results; and its number of bins."""
-    units, (begin, end) = exchange_routes.count_units(levels), (p * num_slots for p in near or (0, 0))
+    """Return the requests of `count_rows_kernel` in the order of its results, and its number of bins."""
+    units, (begin, end) = exchange_routes.count_units(levels), (p * destinations_per_rank for p in near or (0, 0))
     positions = units[-1]
-    rows = [[n, positions // n * num_slots, int(dedup), 0, begin, end] for n in units]
-    rows += [[near[1] - near[0], num_slots, int(dedup), 1, begin, end]] if near else []
-    rows += [[positions, num_slots, 0, 0, 0, 0]]
+    rows = [[n, positions // n * destinations_per_rank, int(dedup), 0, begin, end] for n in units]
+    rows += [[near[1] - near[0], destinations_per_rank, int(dedup), 1, begin, end]] if near else []
+    rows += [[positions, destinations_per_rank, 0, 0, 0, 0]]
     begins = itertools.accumulate([0, *(row[0] for row in rows[:-1])])
     table = [[at, *row] for at, row in zip(begins, rows, strict=True)]
     return torch.tensor(table, dtype=torch.int32, device=device), max(16, next_power_of_2(max(row[0] for row in rows)))
@@ -134,7 +142,7 @@ def _count_table(
 class _SendArrays(NamedTuple):
     """The index arrays that map sent rows to their slots."""
 
-    place: Tensor
+    destinations: Tensor
     token_ids: Tensor
     slot_ids: Tensor
     rank_offsets: Tensor
@@ -154,13 +162,13 @@ class _ColumnPosition(NamedTuple):
 
 
 _ColumnMove = tuple[Column, _ColumnPosition, _ColumnPosition]  # column, source, destination
-_NARROW = 256  # most bytes of a narrow column
+_MAX_NARROW_BYTES = 256  # of a narrow column
 
 
 def pack_rows(
-    tokens: Sequence[Tensor],
-    choices: Sequence[Tensor],
-    place: Tensor,
+    token_values: Sequence[Tensor],
+    slot_values: Sequence[Tensor],
+    destinations: Tensor,
     token_ids: Tensor,
     slot_ids: Tensor,
     rank_offsets: Tensor,
@@ -170,28 +178,30 @@ def pack_rows(
     dedup: bool,
 ) -> Tensor:
     """See `ir.ops.row_packing.pack_rows`."""
-    room = max_rows(place, rank_offsets, dedup) if num_rows is None else num_rows
-    layout = layout_of_rows(tokens, choices, place, num_slots=num_slots, dedup=dedup)
-    packed = layout.empty(room, place)
-    place = place.contiguous()
-    sources = [*tokens, *choices, place]
+    room = count_max_rows(destinations, rank_offsets, dedup) if num_rows is None else num_rows
+    layout = build_row_layout(token_values, slot_values, destinations, destinations_per_rank=num_slots, dedup=dedup)
+    packed = layout.empty(room, destinations)
+    destinations = destinations.contiguous()
+    sources = [*token_values, *slot_values, destinations]
     if not dedup:  # a row for each slot
-        sources[len(tokens) :] = [values.reshape(-1, 1) for values in sources[len(tokens) :]]
+        sources[len(token_values) :] = [values.reshape(-1, 1) for values in sources[len(token_values) :]]
     pairs = [
         (column, _ColumnPosition.of(source), _ColumnPosition(packed, layout.num_bytes, begin))
         for column, source, begin in zip(layout.columns, sources, layout.begins, strict=True)
     ]
-    _, local, local_out = pairs.pop()
-    send = _SendArrays(place, token_ids, slot_ids, rank_offsets)
-    local_experts = (_INT32._replace(width=layout.columns[-1].width), layout.columns[-1].dtype, local, local_out)
+    _, ids_source, ids_out = pairs.pop()
+    send = _SendArrays(destinations, token_ids, slot_ids, rank_offsets)
+    local_ids = (_INT32._replace(width=layout.columns[-1].width), layout.columns[-1].dtype, ids_source, ids_out)
     with use_device(packed.device):
-        _move(pairs[: len(tokens)], pairs[len(tokens) :], local_experts, room, send, num_slots, by_choice=not dedup)
+        _move(
+            pairs[: len(token_values)], pairs[len(token_values) :], local_ids, room, send, num_slots, by_slot=not dedup
+        )
     return packed
 
 
 def join_columns(columns: Sequence[Tensor]) -> Tensor:
     """See `ir.ops.row_packing.join_columns`."""
-    layout = Layout([*map(Column.of, columns)])
+    layout = RowLayout([*map(Column.of, columns)])
     packed = layout.empty(columns[0].shape[0], columns[0])
     pairs = [
         (column, _ColumnPosition.of(source), _ColumnPosition(packed, layout.num_bytes, begin))
@@ -206,7 +216,7 @@ def split_columns(
     buffers: Sequence[Tensor], *, dtypes: Sequence[str], widths: Sequence[int], places: bool = False
 ) -> list[Tensor]:
     """See `ir.ops.row_packing.split_columns`."""
-    layout = Layout.of(dtypes, widths)
+    layout = RowLayout.of(dtypes, widths)
     of_result = [column.dtype for column in layout.columns]
     if places:
         of_result[-1] = torch.int32
@@ -235,46 +245,46 @@ def split_columns(
 def _split_by_width(pairs: Sequence[_ColumnMove]) -> tuple[list[_ColumnMove], list[_ColumnMove]]:
     wide, narrow = [], []
     for pair in pairs:
-        (narrow if pair[0].num_bytes <= _NARROW else wide).append(pair)
+        (narrow if pair[0].num_bytes <= _MAX_NARROW_BYTES else wide).append(pair)
     return wide, narrow
 
 
 def _move(
     wide: Iterable[_ColumnMove],
     narrow: Iterable[_ColumnMove],
-    places: tuple[Column, torch.dtype, _ColumnPosition, _ColumnPosition] | None,
+    local_ids: tuple[Column, torch.dtype, _ColumnPosition, _ColumnPosition] | None,
     num_rows: int,
     send: _SendArrays | None = None,
-    num_slots: int = 1,
-    by_choice: bool = False,
+    destinations_per_rank: int = 1,
+    by_slot: bool = False,
 ) -> None:
-    """Move rows without changing their values: a wide column, a narrow one and one of destinations in each launch.
+    """Move rows without changing their values: a wide column, a narrow one and one of ids in each launch.
 
     The kernel gets columns as bytes, because creating a view of a tensor takes as long as a launch.
     """
     if not num_rows:
         return
-    top_k = 0 if send is None else send.place.shape[1]
+    top_k = 0 if send is None else send.destinations.shape[1]
     sent_columns = (None, None, None) if send is None else send[1:]
     num_ranks = 0 if send is None else send.rank_offsets.shape[0] - 1
-    for big, small, last in itertools.zip_longest(wide, narrow, [] if places is None else [places]):
+    for big, small, last in itertools.zip_longest(wide, narrow, [] if local_ids is None else [local_ids]):
         wide_column, wide_args = _column_arguments(big)
         narrow_column, narrow_args = _column_arguments(small)
-        place_column, place_args = None, _NOWHERE
+        ids_column, ids_args = None, _NOWHERE
         if last is not None:
             column, dtype, source, out = last
-            place_column = _WORDS[column.dtype], column.width, source.begin, out.begin, _WORDS[dtype]
+            ids_column = _WORDS[column.dtype], column.width, source.begin, out.begin, _WORDS[dtype]
             strides = source.stride // column.dtype.itemsize, out.stride // dtype.itemsize
-            place_args = (source.base, strides[0], out.base, strides[1])
+            ids_args = (source.base, strides[0], out.base, strides[1])
         width = 0 if wide_column is None else wide_column[1]
         bt, bd = choose_block(width, _ELEMENTS) if width else (_TOKENS, 1)
-        constants = dict(WIDE=wide_column, NARROW=narrow_column, PLACES=place_column, BT=bt, BD=bd)
-        constants |= dict(NARROW_PAD=_padded_width(narrow_column), PLACES_PAD=_padded_width(place_column))
+        constants = dict(WIDE=wide_column, NARROW=narrow_column, LOCAL_IDS=ids_column, BT=bt, BD=bd)
+        constants |= dict(NARROW_PAD=_padded_width(narrow_column), LOCAL_IDS_PAD=_padded_width(ids_column))
         launch(
             rows.move_kernel,
             (cdiv(num_rows, bt), max(1, cdiv(width, bd))),
-            (*wide_args, width, *narrow_args, *place_args, *sent_columns, num_rows, num_slots, num_ranks),
-            {**constants, "K": top_k, "GATHER": send is not None, "BY_CHOICE": by_choice},
+            (*wide_args, width, *narrow_args, *ids_args, *sent_columns, num_rows, destinations_per_rank, num_ranks),
+            {**constants, "K": top_k, "GATHER": send is not None, "BY_SLOT": by_slot},
         )
 
 

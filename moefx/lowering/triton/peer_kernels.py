@@ -18,7 +18,7 @@ def _pointer(addresses, rank, like, ALIGNED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def read_rows_kernel(
-    addresses, peer_row, local_experts, out, num_tokens, width, experts_per_rank,
+    addresses, peer_row, local_ids, out, num_tokens, width, experts_per_rank,
     K: tl.constexpr, K_PAD: tl.constexpr, ALIGNED: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """out[rank * num_tokens + t] = row t of the rank if one of the token's slots is here, else 0."""
@@ -29,7 +29,7 @@ def read_rows_kernel(
     row = rank.to(tl.int64) * num_tokens + token
     number = tl.arange(0, K_PAD)
     expert = tl.load(
-        local_experts + row[:, None] * K + number[None, :], mask=is_token[:, None] & (number < K)[None, :], other=-1
+        local_ids + row[:, None] * K + number[None, :], mask=is_token[:, None] & (number < K)[None, :], other=-1
     )
     is_needed = tl.max(((expert >= 0) & (expert < experts_per_rank)).to(tl.int32), 1) != 0
     at = _pointer(addresses, rank, out, ALIGNED) + token[:, None].to(tl.int64) * peer_row + column[None, :]
@@ -39,7 +39,7 @@ def read_rows_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens", "first_row"])
 def add_rows_kernel(
-    addresses, peer_row, place, out, num_tokens, first_row, width, experts_per_rank,
+    addresses, peer_row, destinations, out, num_tokens, first_row, width, experts_per_rank,
     W: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, ALIGNED: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """out[t] = sum over the ranks with one of the token's slots of their row first_row + t, in the order of ranks."""
@@ -47,7 +47,7 @@ def add_rows_kernel(
     column = tl.program_id(1) * BD + tl.arange(0, BD)
     is_token, in_width = token < num_tokens, column < width
     number = tl.arange(0, K_PAD)
-    at = place + token[:, None].to(tl.int64) * K + number[None, :]
+    at = destinations + token[:, None].to(tl.int64) * K + number[None, :]
     destination = tl.load(at, mask=is_token[:, None] & (number < K)[None, :], other=-1)
     ranks = tl.where(destination >= 0, destination // experts_per_rank, -1)
     row = (first_row + token)[:, None].to(tl.int64) * peer_row + column[None, :]

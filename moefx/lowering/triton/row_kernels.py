@@ -62,16 +62,16 @@ def _column(base, AT: tl.constexpr, WORD: tl.constexpr):
 def move_kernel(
     wide, wide_row, wide_out, wide_out_row, width,
     narrow, narrow_row, narrow_out, narrow_out_row,
-    place, place_row, place_out, place_out_row,
-    token_ids, slot_ids, rank_offsets, num_rows, num_slots, W,
-    WIDE: tl.constexpr, NARROW: tl.constexpr, PLACES: tl.constexpr, NARROW_PAD: tl.constexpr,
-    PLACES_PAD: tl.constexpr, K: tl.constexpr, GATHER: tl.constexpr, BY_CHOICE: tl.constexpr,
+    ids, ids_row, ids_out, ids_out_row,
+    token_ids, slot_ids, rank_offsets, num_rows, destinations_per_rank, W,
+    WIDE: tl.constexpr, NARROW: tl.constexpr, LOCAL_IDS: tl.constexpr, NARROW_PAD: tl.constexpr,
+    LOCAL_IDS_PAD: tl.constexpr, K: tl.constexpr, GATHER: tl.constexpr, BY_SLOT: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """out[r] = source[i] for up to three columns with rows of any stride: a wide one, a narrow one, and one of places.
+    """out[r] = source[i] for up to three columns with rows of any stride: a wide one, a narrow one, and one of ids.
 
-    i is r. With GATHER i is token_ids[r], or for the narrow column with BY_CHOICE the row's slot. With GATHER only
-    places on the rank of the row's own slot are kept, others become -1.
+    i is r. With GATHER i is token_ids[r], or with BY_SLOT the row's slot for the narrow column and the ids. With GATHER
+    the ids are destinations, which become local ids: -1 for those on another rank than the row's own slot.
 
     A column is (dtype, width, offset in bytes, offset in out, dtype in out), or None. Strides count elements.
     """
@@ -89,26 +89,30 @@ def move_kernel(
         out_at = _column(wide_out, WIDE[3], WIDE[0]) + row_wide * wide_out_row + column[None, :]
         tl.store(out_at, tl.load(at, mask=mask, other=0), mask=mask)
     is_row = is_row & (row < tl.where(tl.program_id(1) == 0, num_rows, 0))
-    choice = token
+    slot_index = token
     if GATHER:
-        choice = token * K + tl.load(slot_ids + row, mask=is_row, other=0)
-    index = (choice if BY_CHOICE else token)[:, None].to(tl.int64)
+        slot_index = token * K + tl.load(slot_ids + row, mask=is_row, other=0)
+    index = (slot_index if BY_SLOT else token)[:, None].to(tl.int64)
     if NARROW is not None:
         number = tl.arange(0, NARROW_PAD)
         is_one = is_row[:, None] & (number < NARROW[1])[None, :]
         one_at = _column(narrow, NARROW[2], NARROW[0]) + index * narrow_row + number[None, :]
         one_out_at = _column(narrow_out, NARROW[3], NARROW[0]) + row_wide * narrow_out_row + number[None, :]
         tl.store(one_out_at, tl.load(one_at, mask=is_one, other=0), mask=is_one)
-    if PLACES is not None:
-        slot = tl.arange(0, PLACES_PAD)
-        is_place = is_row[:, None] & (slot < PLACES[1])[None, :]
-        places = _column(place, PLACES[2], PLACES[0])
-        local = tl.load(places + index * place_row + slot[None, :], mask=is_place, other=-1)
+    if LOCAL_IDS is not None:
+        slot = tl.arange(0, LOCAL_IDS_PAD)
+        is_id = is_row[:, None] & (slot < LOCAL_IDS[1])[None, :]
+        destinations = _column(ids, LOCAL_IDS[2], LOCAL_IDS[0])
+        local_ids = tl.load(destinations + index * ids_row + slot[None, :], mask=is_id, other=-1)
         if GATHER:
-            rank = tl.load(places + choice, mask=is_row, other=0) // num_slots
-            local = tl.where((local >= 0) & (local // num_slots == rank[:, None]), local % num_slots, -1)
-        local_at = _column(place_out, PLACES[3], PLACES[4]) + row_wide * place_out_row + slot[None, :]
-        tl.store(local_at, local.to(PLACES[4]), mask=is_place)
+            rank = tl.load(destinations + slot_index, mask=is_row, other=0) // destinations_per_rank
+            local_ids = tl.where(
+                (local_ids >= 0) & (local_ids // destinations_per_rank == rank[:, None]),
+                local_ids % destinations_per_rank,
+                -1,
+            )
+        local_ids_at = _column(ids_out, LOCAL_IDS[3], LOCAL_IDS[4]) + row_wide * ids_out_row + slot[None, :]
+        tl.store(local_ids_at, local_ids.to(LOCAL_IDS[4]), mask=is_id)
 
 
 @triton.jit(do_not_specialize=_VARYING)

@@ -35,19 +35,21 @@ class Hop:
     """An exchange among the ranks that differ at one level.
 
     Attributes:
-        place: destinations of the slots, modulo those of all ranks of the hop. num_slots: destinations of one rank.
+        destinations: of the slots, modulo those of all ranks of the hop.
+        destinations_per_rank: behind one rank of the hop.
         label: suffix of its nodes' names.
-        tokens, choices: the values that it sends. packed: the rows, if packed before the host knows their number.
-        splits: numbers of rows, once they are emitted. sent: the rows in transit, and the ticket.
+        token_values, slot_values: the values that it sends.
+        packed: the rows, if packed before the host knows their number.
+        splits: numbers of rows. sent: the rows in transit, and the ticket.
     """
 
     level: TopologyLevel
-    place: fx.Node
-    num_slots: int
+    destinations: fx.Node
+    destinations_per_rank: int
     label: str
     plan: SendPlan
-    tokens: list[fx.Node] = dataclasses.field(default_factory=list)
-    choices: list[fx.Node] = dataclasses.field(default_factory=list)
+    token_values: list[fx.Node] = dataclasses.field(default_factory=list)
+    slot_values: list[fx.Node] = dataclasses.field(default_factory=list)
     packed: fx.Node | None = None
     splits: fx.Node | None = None
     sent: list[fx.Node] = dataclasses.field(default_factory=list)
@@ -63,76 +65,81 @@ class UnevenExchange:
     def __init__(self, routed: RoutedRegion, placement: Placement, routes: ExchangeRoutes):
         self.routed, self.placement, self.routes = routed, placement, routes
         self.pft, self.results = routed.pft, routed.results
-        self._call, self._parts = routed.call, routed.unpack
+        self._call, self._unpack = routed.call, routed.unpack
         self.hops: list[Hop] = []  # level by level
-        self.near: Hop | None = None
+        self.intra_node: Hop | None = None
         self.received = ReceivedRows({}, {})
 
-    def insert_plans(self, place: fx.Node) -> None:
-        """Emit the plans of the exchanges that start with this rank's own tokens."""
-        routes, near = self.routes, None
+    def insert_plans(self, destinations: fx.Node) -> None:
+        """Emit the plans of the first hop, and of the exchange in the node, for this rank's own tokens."""
+        routes, intra_node = self.routes, None
         if routes.splits_intra_node:
             kwargs = {"num_places": routes.sizes[-1] * self.placement.experts_per_rank}
             begin = routes.position // routes.sizes[-1] * kwargs["num_places"]
-            parted = self._call(ops.near_and_far.default, (place,), {"begin": begin, **kwargs})
-            near, place = self._parts(parted, (("S", "K"), ("S", "K")), ("near", "far"))
-        self.hops.append(self._plan(0, place, routes.label(0)))
-        if near is not None:
-            self.near = self._plan(len(routes.levels) - 1, near, "near")
+            split_node = self._call(ops.near_and_far.default, (destinations,), {"begin": begin, **kwargs})
+            intra_node, destinations = self._unpack(split_node, (("S", "K"), ("S", "K")), ("near", "far"))
+        self.hops.append(self._plan(0, destinations, routes.label(0)))
+        if intra_node is not None:
+            self.intra_node = self._plan(len(routes.levels) - 1, intra_node, "near")
 
-    def insert_packs(self, tokens: list[fx.Node], choices: list[fx.Node]) -> None:
+    def insert_packs(self, token_values: list[fx.Node], slot_values: list[fx.Node]) -> None:
         """Emit the packed rows for the same exchanges."""
-        for hop in filter(None, (self.hops[0], self.near)):
-            kwargs = {"num_slots": hop.num_slots, "dedup": self.routes.dedup}
+        for hop in filter(None, (self.hops[0], self.intra_node)):
+            kwargs = {"num_slots": hop.destinations_per_rank, "dedup": self.routes.dedup}
             plan = hop.plan
-            args = (tokens, choices, hop.place, plan.token_ids, plan.slot_ids, plan.rank_offsets)
+            args = (token_values, slot_values, hop.destinations, plan.token_ids, plan.slot_ids, plan.rank_offsets)
             name = add_label("packed", hop.label)
             hop.packed = self._call(ops.pack_rows.default, args, kwargs, ("N", "bytes"), name)
 
-    def insert_rows(self, tokens: list[fx.Node], choices: list[fx.Node], splits: Iterator[fx.Node]) -> None:
+    def insert_rows(self, token_values: list[fx.Node], slot_values: list[fx.Node], splits: Iterator[fx.Node]) -> None:
         """Emit the exchange, and a `build_pft` of the received rows."""
         routes, weights = self.routes, get_argument(self.pft, "topk_weights")
         splits_by_level = [next(splits) for _ in routes.levels]
-        hop_tokens, hop_choices = tokens, choices
+        hop_token_values, hop_slot_values = token_values, slot_values
         for index, level_splits in enumerate(splits_by_level):
-            self._start(self.hops[index], hop_tokens, hop_choices, level_splits)
-            if self.near is not None and not index:  # the exchange between nodes takes longest and starts first
-                self._start(self.near, tokens, choices, next(splits))
+            self._start(self.hops[index], hop_token_values, hop_slot_values, level_splits)
+            if self.intra_node is not None and not index:  # the exchange between nodes takes longest and starts first
+                self._start(self.intra_node, token_values, slot_values, next(splits))
             if index + 1 < len(splits_by_level):
-                hop_tokens, place, hop_choices = self._wait([self.hops[index]], ("pilots", "places", "pilot_weights"))
-                self.hops.append(self._plan(index + 1, place, routes.label(index + 1)))
-        arrived, local, scales = self._wait(self._last_hops(), ("rows", "slots", "weights"))
-        values = dict(zip([*tokens, *choices], [*arrived, *scales], strict=True))
+                hop_token_values, destinations, hop_slot_values = self._wait(
+                    [self.hops[index]], ("pilots", "pilot_destinations", "pilot_weights")
+                )
+                self.hops.append(self._plan(index + 1, destinations, routes.label(index + 1)))
+        received_token_values, local_ids, received_slot_values = self._wait(
+            self._last_hops(), ("rows", "local_ids", "weights")
+        )
+        values = dict(zip([*token_values, *slot_values], [*received_token_values, *received_slot_values], strict=True))
         own_weights = values[weights] if self.routed.has_weights else None
         kwargs = {"num_experts": self.placement.experts_per_rank, "num_rows": next(splits)}
-        here = self._call(ops.build_pft.default, (local, own_weights, None), kwargs)
-        parts = self._parts(here, (("B",), ("B",), ("E+1",), ("R", "J"), ("B",)))
+        local_pft = self._call(ops.build_pft.default, (local_ids, own_weights, None), kwargs)
+        parts = self._unpack(local_pft, (("B",), ("B",), ("E+1",), ("R", "J"), ("B",)))
         self.received = ReceivedRows(values, {self.results[i]: parts[i] for i in self.results})
 
     # ------------------------------------------------------------------ hops
-    def _plan(self, index: int, place: fx.Node, label: str) -> Hop:
+    def _plan(self, index: int, destinations: fx.Node, label: str) -> Hop:
         """Emit the plan of the hop at one level."""
         level = self.routes.levels[index]
-        num_slots = self.routes.ranks_within(index) * self.placement.experts_per_rank
-        kwargs = {"num_ranks": level.size, "num_slots": num_slots, "dedup": self.routes.dedup}
-        send = self._call(ops.plan_dispatch.default, (place,), kwargs, name=add_label("send", label))
-        plan = self._parts(send, (("B",), ("B",), ("W+1",), place.meta["letters"]))
-        return Hop(level, place, num_slots, label, SendPlan(*plan))
+        destinations_per_rank = self.routes.ranks_within(index) * self.placement.experts_per_rank
+        kwargs = {"num_ranks": level.size, "num_slots": destinations_per_rank, "dedup": self.routes.dedup}
+        send = self._call(ops.plan_dispatch.default, (destinations,), kwargs, name=add_label("send", label))
+        plan = self._unpack(send, (("B",), ("B",), ("W+1",), destinations.meta["letters"]))
+        return Hop(level, destinations, destinations_per_rank, label, SendPlan(*plan))
 
-    def _start(self, hop: Hop, tokens: list[fx.Node], choices: list[fx.Node], splits: fx.Node) -> None:
+    def _start(self, hop: Hop, token_values: list[fx.Node], slot_values: list[fx.Node], splits: fx.Node) -> None:
         """Emit the start of a hop."""
-        hop.tokens, hop.choices, hop.splits = tokens, choices, splits
+        hop.token_values, hop.slot_values, hop.splits = token_values, slot_values, splits
         sent = self._call(
             ops.all_to_all_rows.default,
-            (tokens, choices, hop.place, hop.packed, *hop.plan, splits),
-            {"num_slots": hop.num_slots, "dedup": self.routes.dedup, "group": hop.level.group},
+            (token_values, slot_values, hop.destinations, hop.packed, *hop.plan, splits),
+            {"num_slots": hop.destinations_per_rank, "dedup": self.routes.dedup, "group": hop.level.group},
             name=add_label("sent", hop.label),
             axis=hop.level.axis,
         )
-        hop.sent = self._parts(sent, ((), ()))
+        hop.sent = self._unpack(sent, ((), ()))
 
     def _wait(self, hops: list[Hop], names: tuple[str, str, str]) -> tuple[list[fx.Node], fx.Node, list[fx.Node]]:
-        """Emit a wait. Return received values of tokens, destinations, and values of slots."""
+        """Emit a wait. Return the received values of tokens, destinations (local ids after the last hop), and values of
+        slots."""
         first = hops[0]
         node = self._call(
             ops.wait_rows.default,
@@ -140,36 +147,40 @@ class UnevenExchange:
                 [h.sent[0] for h in hops],
                 [h.ticket for h in hops],
                 [h.splits for h in hops],
-                first.tokens,
-                first.choices,
-                first.place,
+                first.token_values,
+                first.slot_values,
+                first.destinations,
             ),
-            {"num_slots": first.num_slots, "dedup": self.routes.dedup, "groups": [h.level.group for h in hops]},
+            {
+                "num_slots": first.destinations_per_rank,
+                "dedup": self.routes.dedup,
+                "groups": [h.level.group for h in hops],
+            },
         )
         node.meta["save"] = True
-        letters = [("R", *t.meta.get("letters", ("S", "D"))[1:]) for t in first.tokens]
-        all_names = (*(names[0] for _ in first.tokens), names[1], *(names[2] for _ in first.choices))
-        arrived = self._parts(node, (*letters, ("R", "J"), *(("R", "J") for _ in first.choices)), all_names)
-        num = len(first.tokens)
-        return arrived[:num], arrived[num], arrived[num + 1 :]
+        letters = [("R", *t.meta.get("letters", ("S", "D"))[1:]) for t in first.token_values]
+        all_names = (*(names[0] for _ in first.token_values), names[1], *(names[2] for _ in first.slot_values))
+        received = self._unpack(node, (*letters, ("R", "J"), *(("R", "J") for _ in first.slot_values)), all_names)
+        num = len(first.token_values)
+        return received[:num], received[num], received[num + 1 :]
 
     def _last_hops(self) -> list[Hop]:
-        return [self.hops[-1], self.near] if self.near else [self.hops[-1]]
+        return [self.hops[-1], self.intra_node] if self.intra_node else [self.hops[-1]]
 
-    def insert_back(self, rows: fx.Node) -> fx.Node:
+    def insert_return(self, rows: fx.Node) -> fx.Node:
         """Emit the return of the received rows' sums, and their sum by token."""
         *hops, last = self.hops
-        in_transit = self._back(rows, self._last_hops())
-        out = self._sums(in_transit[0], last)
+        in_transit = self._start_return(rows, self._last_hops())
+        out = self._wait_for_sums(in_transit[0], last)
         for hop in reversed(hops):
-            (sent,) = self._back(out, [hop])
-            if self.near and hop is hops[0]:
-                near = self._sums(in_transit[1], self.near)
-                return self._call(aten.add.Tensor, (near, self._sums(sent, hop)), {}, ("S", "D"), "out")
-            out = self._sums(sent, hop)
+            (sent,) = self._start_return(out, [hop])
+            if self.intra_node and hop is hops[0]:
+                intra_node = self._wait_for_sums(in_transit[1], self.intra_node)
+                return self._call(aten.add.Tensor, (intra_node, self._wait_for_sums(sent, hop)), {}, ("S", "D"), "out")
+            out = self._wait_for_sums(sent, hop)
         return out
 
-    def _back(self, rows: fx.Node, hops: list[Hop]) -> list[tuple[fx.Node, fx.Node]]:
+    def _start_return(self, rows: fx.Node, hops: list[Hop]) -> list[tuple[fx.Node, fx.Node]]:
         node = self._call(
             ops.all_to_all_back.default,
             (rows, [h.splits for h in hops], [h.ticket for h in hops]),
@@ -177,10 +188,10 @@ class UnevenExchange:
             name=add_label("back", hops[0].label),
             axis=hops[0].level.axis,
         )
-        parts = self._parts(node, ((),) * 2 * len(hops))
+        parts = self._unpack(node, ((),) * 2 * len(hops))
         return list(zip(parts[: len(hops)], parts[len(hops) :], strict=True))
 
-    def _sums(self, sent: tuple[fx.Node, fx.Node], hop: Hop) -> fx.Node:
+    def _wait_for_sums(self, sent: tuple[fx.Node, fx.Node], hop: Hop) -> fx.Node:
         rows = hop.plan.inverse.meta["letters"][0]
         kwargs = {"group": hop.level.group}
         name = add_label("sums", hop.label) if hop.label else ""

@@ -18,11 +18,11 @@ ops = torch.ops.moefx
 
 
 class ReceivedRows(NamedTuple):
-    """What an exchange brings to a rank.
+    """The values that an exchange brings to a rank.
 
     Attributes:
         values: the received value for each sent one.
-        pft: the result of the new `build_pft` for each of the old one.
+        pft: the result of the new `build_pft` for each result of the old one.
     """
 
     values: dict[fx.Node, fx.Node]
@@ -32,7 +32,7 @@ class ReceivedRows(NamedTuple):
 def move_experts(routed: RoutedRegion, received: ReceivedRows, placement: Placement) -> None:
     """Let the experts compute on the received rows, with this rank's parameters."""
     for node in routed.region:
-        if node in routed.gathers or node in routed.picks:
+        if node in routed.token_gathers or node in routed.slot_gathers:
             routed.set_source(node, received.values[routed.get_source(node)])
         for before, after in received.pft.items():
             node.replace_input_with(before, after)
@@ -92,9 +92,9 @@ def _select(parameters: list[fx.Node], sizes: list[int], placement: Placement) -
             continue
         local_nodes = [group[e] for e in placement.local_experts]
         if size > 1 and group[0].target is aten.select.int and len({get_argument(n, "self") for n in group}) == 1:
-            for slot, node in enumerate(local_nodes):  # selected from a stack, which holds this rank's experts only
+            for local_id, node in enumerate(local_nodes):  # selected from a stack, which holds local experts only
                 set_argument(node, "dim", 0)
-                set_argument(node, "index", slot)
+                set_argument(node, "index", local_id)
         selected_nodes += local_nodes
     return selected_nodes
 

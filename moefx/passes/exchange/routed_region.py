@@ -29,8 +29,8 @@ class RoutedRegion:
     Attributes:
         pft: the `build_pft` node. results: its results by number.
         region: the nodes on routed rows, up to the sums, in order.
-        gathers: nodes that gather rows of tokens: see `get_source`.
-        picks: nodes that gather values of slots.
+        token_gathers: nodes that gather rows of tokens, see `get_source`.
+        slot_gathers: nodes that gather values of slots.
         sums: nodes that sum the rows of each token.
     """
 
@@ -38,19 +38,19 @@ class RoutedRegion:
         self.graph, self.pft = graph, pft
         self.results = {read_item(user)[1]: user for user in pft.users}
         self.region = region if region is not None else self._find_region()
-        self.gathers = [n for n in self.region if n.target in (ops.expert_mlp.default, ops.dispatch.default)]
-        self.picks = [n for n in self.region if self._is_pick(n)]
+        self.token_gathers = [n for n in self.region if n.target in (ops.expert_mlp.default, ops.dispatch.default)]
+        self.slot_gathers = [n for n in self.region if self._is_slot_gather(n)]
         self.sums = [n for n in self.region if _is_sum(n)]
 
     @classmethod
     def of(cls, block: BlockGraph) -> RoutedRegion:
-        """Find the routed region of a block. If it has several groups of experts, take the group of several experts
+        """Find the routed region of a block. Of several groups of experts, take the only one that has several experts
         with matrices; the other groups run on every rank.
 
         Raises:
             Refused: not exactly one group has several experts with matrices.
         """
-        # A PFT of which only `inverse` is used decides drops and has no rows.
+        # A PFT whose only used result is `inverse` decides drops and has no rows.
         pfts = [
             n for n in block.find(ops.build_pft.default) if {read_item(u)[1] for u in n.users} - {PftResult.INVERSE}
         ]
@@ -75,7 +75,7 @@ class RoutedRegion:
         return any(n.target in (ops.expert_mlp.default, ops.grouped_mm.default) for n in self.region)
 
     def copy(self) -> RoutedRegion:
-        """Copy the region, with each copy behind its original. The copied sums have no users."""
+        """Copy the region, with each copy right after its original. The copied sums have no users."""
         copies: dict[fx.Node, fx.Node] = {}
         for node in self.region:
             with self.graph.inserting_after(node):
@@ -93,7 +93,7 @@ class RoutedRegion:
                     stack.extend(node.users)
         return [n for n in self.graph.nodes if n in region]
 
-    def _is_pick(self, node: fx.Node) -> bool:
+    def _is_slot_gather(self, node: fx.Node) -> bool:
         if node.target is not ops.pick_choices.default:
             return False
         if len(get_argument(node, "values").meta["letters"]) != 2:
@@ -105,7 +105,7 @@ class RoutedRegion:
 
     def find_shared_values(self, trained: Collection[str]) -> list[fx.Node]:
         """Find values that the experts share between all rows: values computed from the block's inputs, and the
-        parameters named `trained`. Constants and buffers do not count."""
+        parameters named `trained`, but no constants or buffers."""
         inside = {*self.region, *self.results.values()}
         inputs = [
             value
@@ -117,12 +117,12 @@ class RoutedRegion:
 
     @staticmethod
     def get_source(node: fx.Node) -> fx.Node:
-        """Return the values of tokens that a node of `gathers` takes, or of slots that a node of `picks` takes."""
+        """Return the values of tokens, or of slots, from which a node of `token_gathers` or `slot_gathers` gathers."""
         return get_argument(node, _SOURCES[node.target])
 
     @staticmethod
     def set_source(node: fx.Node, source: fx.Node | None) -> None:
-        """Replace the values that a node of `gathers` or `picks` takes."""
+        """Replace the values from which a node of `token_gathers` or `slot_gathers` gathers."""
         set_argument(node, _SOURCES[node.target], source)
 
     # ------------------------------------------------------------------ new nodes at the graph's insertion point
@@ -145,7 +145,7 @@ class RoutedRegion:
         return [self.call(operator.getitem, (node, i), {}, part, name) for i, (part, name) in numbered_parts]
 
     def emit_keep_mask(self) -> fx.Node:
-        """Emit the mask [S,K] of slots that the `build_pft` has a row for."""
+        """Emit the mask [S,K] of the slots that have a row in the `build_pft`."""
         inverse = self.results.get(PftResult.INVERSE) or self.graph.call_function(
             operator.getitem, (self.pft, int(PftResult.INVERSE))
         )

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ...ir.expert_placement import TopologyLevel
 from ...ir.ops.row_packing import pack_rows, split_columns
-from ...ir.ops.uneven_all_to_all import get_group, start, wait
+from ...ir.ops.uneven_all_to_all import get_group, start_all_to_all, wait_for_collective
 
 _MESSAGE_BYTES = (1 << 14, 1 << 22)  # sent by each rank
 _CPU_ROWS, _GPU_ROWS, _ROW_BYTES = (
@@ -107,7 +107,9 @@ def measure_link(level: TopologyLevel, device: torch.device) -> Link:
         for _ in range(_REPEATS + 1):
             dist.barrier(group)
             begin = time.perf_counter()
-            arrived = wait(start(rows, [rows_per_rank] * level.size, [rows_per_rank] * level.size, level.group))
+            arrived = wait_for_collective(
+                start_all_to_all(rows, [rows_per_rank] * level.size, [rows_per_rank] * level.size, level.group)
+            )
             arrived[-1].item()  # wait for the GPU
             durations.append(time.perf_counter() - begin)
         seconds.append(statistics.median(durations[1:]))
@@ -130,13 +132,13 @@ def _time_handling(group: str, device: torch.device, num_rows: int) -> float:
     """Return the seconds to pack and unpack `num_rows` rows: the minimum of several runs."""
     x = torch.zeros((num_rows, _ROW_BYTES), dtype=torch.uint8, device=device)
     ids = torch.arange(num_rows, dtype=torch.int32, device=device)
-    place, slots = torch.zeros_like(ids)[:, None], torch.zeros_like(ids)
+    destinations, slot_ids = torch.zeros_like(ids)[:, None], torch.zeros_like(ids)
     offsets = torch.tensor([0, num_rows], dtype=torch.int32, device=device)
     durations = []
     for _ in range(_REPEATS + 1):
         dist.barrier(get_group(group))
         begin = time.perf_counter()
-        packed = pack_rows([x], [], place, ids, slots, offsets, num_rows=num_rows, num_slots=1, dedup=True)
+        packed = pack_rows([x], [], destinations, ids, slot_ids, offsets, num_rows=num_rows, num_slots=1, dedup=True)
         (rows,) = split_columns([packed], dtypes=["uint8"], widths=[_ROW_BYTES])
         rows[-1, -1].item()
         durations.append(time.perf_counter() - begin)

@@ -38,7 +38,9 @@ def test_packed_rows_split_into_the_same_columns(device, dtype, width, dedup):
     num_rows = options.pop("num_rows")
     most = exchange_ops.pack_rows(*there, **options)  # the maximum number of rows, with the valid ones first
     assert most.shape[0] == row_packing.pack_rows.reference(*args, **options).shape[0] == tokens * (3 if dedup else 4)
-    layout = row_packing.layout_of_rows([x, extra], [weights, floats], place, num_slots=slots, dedup=dedup)
+    layout = row_packing.build_row_layout(
+        [x, extra], [weights, floats], place, destinations_per_rank=slots, dedup=dedup
+    )
     assert layout.columns[-1].dtype is torch.int16
     for a, b, c in zip(layout.views(got), layout.views(want), layout.views(most[:num_rows]), strict=True):
         check_equal(a, b)
