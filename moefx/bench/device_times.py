@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..lowering.triton.timing import milliseconds, settle
+from ..lowering.triton.timing import measure_milliseconds, settle_clock
 from .peers import Inputs, build_moefx
 from .rate_fit import ExpertTime, GemmTime
 from .shapes import Shape, draw_tensors, random_routing
@@ -97,8 +97,8 @@ class Machine:
     def seconds(self, work: Callable[[], object]) -> float:
         """Return the median seconds of `repeats` repetitions, after two for warm-up."""
         if self.device.type == "cuda":
-            settle(work, 0.1)  # the first call also tunes
-            return milliseconds(work, self.repeats) / 1e3
+            settle_clock(work, 0.1)  # the first call also tunes
+            return measure_milliseconds(work, self.repeats) / 1e3
         durations = []
         for _ in range(self.repeats + 2):
             begin = time.perf_counter()

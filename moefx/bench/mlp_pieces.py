@@ -79,7 +79,7 @@ class MlpPieces:
         return tuning.find_nearest_config(kernel, self.x.device, self.x.dtype, self.get_sizes(kernel))[0]
 
     def get_sizes(self, kernel: str) -> tuple[int, int, int]:
-        """Return (columns, inner, mean rows of an expert), by which `tuning.config` chooses."""
+        """Return (columns, inner, mean rows of an expert), by which `tuning.choose_config` chooses."""
         s = self.shape
         pairs = dict(up=(s.h, s.d), down=(s.d, s.h), act_backward=(s.h, s.d), grad_x=(s.d, s.parts * s.h))
         pairs |= dict(grad_up=(s.d, s.parts * s.h), grad_down=(s.h, s.d))
@@ -105,7 +105,7 @@ class MlpPieces:
             return matrices * s.flops, num_moved[name] * width, lambda: work(tiles)
 
         combine_cost = (0, (rows + s.T) * s.d * width)
-        scale = run.point.scale
+        scale = run.pointwise.scale
         return {
             "routing": (0, rows * (8 + 4 + 4 * 4), self.route),
             "up": gemm("up"),

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..ir import op_providers
-from ..lowering.triton.timing import milliseconds, settle
+from ..lowering.triton.timing import measure_milliseconds, settle_clock
 from . import CEILING
 from .peers import ABLATION, PEERS, TUNED_IN, Inputs, Work, compile_share
 from .results import add_routings, add_shapes, add_workers, append_row, build_parser, compile_in_parallel
@@ -98,9 +98,9 @@ def measure(shape: Shape, peer: str, routing: str) -> dict[str, Any]:
         row["errors"] = compute_result_errors(inputs, results)
     del results
     row["saved_bytes_per_token"] = saved_bytes(inputs, work) / shape.T
-    settle(work.step)
-    row["forward_ms"] = milliseconds(work.forward, _REPEATS)
-    row["step_ms"] = milliseconds(work.step, _REPEATS)
+    settle_clock(work.step)
+    row["forward_ms"] = measure_milliseconds(work.forward, _REPEATS)
+    row["step_ms"] = measure_milliseconds(work.step, _REPEATS)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..ir.ops import dialect
-from ..lowering.triton.timing import milliseconds
+from ..lowering.triton.timing import measure_milliseconds
 from .results import append_row, build_parser
 from .shapes import Shape, random_routing
 
@@ -47,7 +47,9 @@ def measure(ids: Tensor, weights: Tensor, num_experts: int) -> dict[str, float]:
     arrays = [make(ids, weights, num_experts) for make in SYSTEMS.values()]
     for ours, theirs in zip(*arrays, strict=True):
         assert ours is not None and theirs is not None and torch.equal(ours, theirs), "the arrays differ"
-    return {name: milliseconds(functools.partial(make, ids, weights, num_experts)) for name, make in SYSTEMS.items()}
+    return {
+        name: measure_milliseconds(functools.partial(make, ids, weights, num_experts)) for name, make in SYSTEMS.items()
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..lowering.triton.timing import milliseconds, settle
+from ..lowering.triton.timing import measure_milliseconds, settle_clock
 from .mlp_pieces import MlpPieces
 from .results import add_routings, add_shapes, append_row, build_parser
 
@@ -21,9 +21,9 @@ from .results import add_routings, add_shapes, append_row, build_parser
 def measure_stages(case: MlpPieces) -> list[dict[str, object]]:
     """Measure each stage of a step; a row for each."""
     rows, stages = [], case.list_stages()
-    settle(lambda: [work() for _, _, work in stages.values()])
+    settle_clock(lambda: [work() for _, _, work in stages.values()])
     for name, (flops, num_bytes, work) in stages.items():
-        ms = milliseconds(work)
+        ms = measure_milliseconds(work)
         rows.append(dict(stage=name, ms=ms, tflops=flops / ms / 1e9, gbs=num_bytes / ms / 1e6))
     return rows
 
@@ -31,16 +31,16 @@ def measure_stages(case: MlpPieces) -> list[dict[str, object]]:
 def measure_forward(case: MlpPieces) -> list[dict[str, object]]:
     """Measure each part of a forward on each system; a row for each."""
     works = [(name, system, work) for name, parts in case.list_parts().items() for system, work in parts.items()]
-    settle(lambda: [work() for _, _, work in works])
-    return [dict(stage=name, system=system, ms=milliseconds(work)) for name, system, work in works]
+    settle_clock(lambda: [work() for _, _, work in works])
+    return [dict(stage=name, system=system, ms=measure_milliseconds(work)) for name, system, work in works]
 
 
 def measure_ceilings() -> list[dict[str, object]]:
     """Measure a large matrix product of torch, and a copy."""
     a, b = torch.randn(2, 8192, 8192, device="cuda").bfloat16()
-    product = milliseconds(lambda: a @ b)
+    product = measure_milliseconds(lambda: a @ b)
     source = torch.empty(2**30, dtype=torch.int8, device="cuda")
-    copy = milliseconds(source.clone)
+    copy = measure_milliseconds(source.clone)
     return [
         dict(stage="8192 x 8192 x 8192", ms=product, tflops=2 * 8192**3 / product / 1e9, gbs=0.0),
         dict(stage="copy of 1 GiB", ms=copy, tflops=0.0, gbs=2 * source.numel() / copy / 1e6),

@@ -16,13 +16,13 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ..lowering.triton.autotune import time_candidates
-from ..lowering.triton.tile_configs import KERNELS, Config, list_candidates, target
+from ..lowering.triton.tile_configs import KERNELS, Config, get_target, list_candidates
 from ..lowering.triton.tuning import format_line
 from .mlp_pieces import MlpPieces
 from .results import add_shapes, add_workers, append_row, build_parser, compile_in_parallel
 from .shapes import Shape
 
-_SETTLED = 0.04  # seconds
+_SETTLE_SECONDS = 0.04
 
 
 def list_jobs(kernels: list[str]) -> Iterator[tuple[str, Config]]:
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             candidates = list_candidates(kernel, torch.device("cuda"), torch.bfloat16)
             seconds_left = options.seconds - (time.time() - begin)
             times, is_complete = time_candidates(
-                candidates, work, rounds=options.rounds, repeats=3, seconds=seconds_left, settled=_SETTLED
+                candidates, work, rounds=options.rounds, repeats=3, seconds=seconds_left, settle_seconds=_SETTLE_SECONDS
             )
             if not is_complete:
                 return print("out of time")
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             results.sort(key=lambda r: r[0])
             if options.table and results:
                 best = format_line(
-                    target(torch.device("cuda")), "bfloat16", kernel, case.get_sizes(kernel), results[0][1]
+                    get_target(torch.device("cuda")), "bfloat16", kernel, case.get_sizes(kernel), results[0][1]
                 )
                 with open(options.table, "a") as file:
                     print(best, file=file)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import InvalidCheckpoint
-from ..runtime.ranks.overwrite_detection import SettleOnLoad
+from ..runtime.ranks.overwrite_detection import AcceptLoadedExperts
 from ..util.model_wrappers import unwrap_model
 from .derived_buffers import find_meta_buffers, list_derived_names, recompute_buffers
 from .key_conversion import KeyGroup, check_keys, find_transformers_model, group_checkpoint_keys
@@ -72,7 +72,7 @@ def load_pretrained(
                     else:
                         conversion.fill(part.tensor, name, part.region, files.read)
     for module in dict.fromkeys(module for stage in models for module in stage.modules()):
-        SettleOnLoad()(module, None)
+        AcceptLoadedExperts()(module, None)
     if transformers_model is not None:
         for stage in models:  # as `from_pretrained` does: saving writes this layout again
             vars(stage)["_weight_conversions"] = used

@@ -1,4 +1,4 @@
-"""`parallelize`: shard a spread model with FSDP2, so that its gradients are those of the mean loss of all ranks."""
+"""`parallelize`: shard a spread model with FSDP2, so that its gradients are of the mean loss of all ranks."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def parallelize(
     """
     root = unwrap_model(model)
     refuse_pipeline(root, "parallelize")
-    spread = _find_spread_mesh(root, mesh)
-    of_experts, others = spread.reductions["experts"], spread.reductions["others"]
-    axes = choose_data_axes(mesh, others.axes, data, shard_axes, replicate_axes)
-    expert_axes = axes.restrict(of_experts.axes)
+    spread_mesh = _find_spread_mesh(root, mesh)
+    expert_reduction, other_reduction = spread_mesh.reductions["experts"], spread_mesh.reductions["others"]
+    axes = choose_data_axes(mesh, other_reduction.axes, data, shard_axes, replicate_axes)
+    expert_axes = axes.restrict(expert_reduction.axes)
     experts = _group_expert_parameters(root)
     _check_parameters(root, experts)
     all_experts = {parameter for parameters in experts.values() for parameter in parameters}
@@ -85,7 +85,7 @@ def parallelize(
     shard_others(root, reshard_after_forward=None if reshard_after_forward else False)  # None: torch's choice for roots
     # FSDP averages over the ranks that reduce an expert's gradient. Divide by the ranks of the expert axis here: the
     # gradient is summed over them already. `set_gradient_divide_factor` divides twice on a shard axis of one rank.
-    left = of_experts.divisor // math.prod(mesh[name].size() for name in of_experts.axes)
+    divisor = expert_reduction.divisor // math.prod(mesh[name].size() for name in expert_reduction.axes)
     for name, parameters in experts.items():
         block: Any = root.get_submodule(name)
         block.register_forward_hook(_copy_views)
@@ -97,15 +97,19 @@ def parallelize(
             mp_policy=policy,
             reshard_after_forward=reshard_after_forward,
         )
-        if left > 1:
-            block.set_all_reduce_hook(functools.partial(_divide, divisor=left))
+        if divisor > 1:
+            block.set_all_reduce_hook(functools.partial(_divide, divisor=divisor))
         vars(block)["forward"].watch.is_parallelized = True
     for module in root.modules():
         if isinstance(module, FSDPModule):
             _set_reductions(module, mesh)
     root.register_load_state_dict_pre_hook(ShardOnLoad())
-    lines = (f"{'experts':<12}{expert_axes}", f"{'others':<12}{axes}", f"{'all':<12}reduced by moefx.parallelize")
-    vars(root)[SPREAD_MESH] = dataclasses.replace(spread, parallelized=lines)
+    lines = (
+        f"{'experts':<12}{expert_axes}",
+        f"{'others':<12}{axes}",
+        f"{'all':<12}reduced by moefx.parallelize",
+    )
+    vars(root)[SPREAD_MESH] = dataclasses.replace(spread_mesh, parallelized=lines)
     DDP_REFUSAL.install(root)
     refuse_accelerate(root, mesh)
     return model
@@ -152,8 +156,8 @@ def _check_parameters(model: nn.Module, experts: dict[str, set[nn.Parameter]]) -
     """Check that each parameter can belong to one FSDP module.
 
     Raises:
-        InvalidInput: the model is a block itself, modules that are sharded apart share a parameter, or a parameter has
-            no dimension.
+        InvalidInput: the model is a block itself, modules that are sharded separately share a parameter, or a parameter
+            has no dimension.
     """
     if "" in experts:
         raise InvalidInput(

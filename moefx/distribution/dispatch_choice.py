@@ -66,11 +66,11 @@ def _choose_dispatch(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tupl
     if len(axis.topology.sizes) == 1 and not may_gather:
         return "dedup", "auto: one level, and 'dedup' sends the fewest rows"
     tokens = _count_planned_tokens(axis, plan) or DEFAULT_TOKENS
-    values, slots = _token_bytes(result), match.slots
-    gathered_bytes = count_gathered_bytes(values, slots, plan.max_tokens or tokens) if may_gather else None
-    row_bytes = values + 6.0 * slots  # a weight and an expert for each slot
+    token_bytes, top_k = _token_bytes(result), match.slots
+    gathered_bytes = count_gathered_bytes(token_bytes, top_k, plan.max_tokens or tokens) if may_gather else None
+    row_bytes = token_bytes + 6.0 * top_k  # a weight and an expert for each slot
     seconds = predict_seconds(
-        axis.links, axis.topology.sizes, match.num_experts, slots, row_bytes, tokens, gathered_bytes=gathered_bytes
+        axis.links, axis.topology.sizes, match.num_experts, top_k, row_bytes, tokens, gathered_bytes=gathered_bytes
     )
     dispatch = choose_dispatch(seconds, plan.max_tokens)
     predictions = ", ".join(
@@ -80,7 +80,7 @@ def _choose_dispatch(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tupl
     reason = (
         f"auto: predicted for {tokens} tokens a rank {predictions}; exchanges + host of a layer's forward and backward"
     )
-    if _runs_ahead(axis):
+    if _host_runs_ahead(axis):
         can_capture = dispatch == "gather" and plan.max_tokens
         reason += "; a CUDA graph " + (
             "can hold it" if can_capture else "needs Plan(dispatch='gather', max_tokens=...)"
@@ -99,7 +99,7 @@ def may_choose_gather(axis: ExpertAxis, plan: Plan) -> bool:
         can_run = dist.is_gloo_available()  # hosts agree over gloo
     else:
         can_run = _count_planned_tokens(axis, plan) <= plan.max_tokens
-    return can_run and _runs_ahead(axis) and _has_reduce_scatter(axis)
+    return can_run and _host_runs_ahead(axis) and _has_reduce_scatter(axis)
 
 
 def _count_planned_tokens(axis: ExpertAxis, plan: Plan) -> int:
@@ -108,7 +108,7 @@ def _count_planned_tokens(axis: ExpertAxis, plan: Plan) -> int:
     return -(-(plan.tokens or 0) // parts)
 
 
-def _runs_ahead(axis: ExpertAxis) -> bool:
+def _host_runs_ahead(axis: ExpertAxis) -> bool:
     return axis.mesh.device_type != "cpu"
 
 

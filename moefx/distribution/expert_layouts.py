@@ -19,7 +19,7 @@ from ..passes.exchange.routed_region import RoutedRegion
 from ..runtime.block_forward import find_rewritten_blocks
 from ..runtime.ranks.expert_layout import ExpertLayout
 from ..runtime.ranks.sharding import find_owner_and_tensor, place_experts_in_order, shard_experts
-from ..runtime.ranks.state_dicts import OnLoad, OnSave, join_name
+from ..runtime.ranks.state_dicts import KeepLocalExperts, RefuseTorchFullStateDict, join_name
 from ..runtime.ranks.topology import ExpertAxis
 from ..util.user_code import forward_line
 from .dispatch_choice import choose_routes
@@ -54,7 +54,7 @@ def share_stash(matched: Sequence[MatchedBlock], axis: ExpertAxis, plan: Plan) -
         return tuple(matched)
     gathering = [m for m in matched if m.expert_layout is not None and m.expert_layout.routes.gathers]
     widths = {m.names: tuple(map(find_up_widths, m.result.graph.find(ops.expert_mlp.default))) for m in gathering}
-    num_blocks = Counter[tuple[tuple[int, ...], ...]]()  # each width of rows has a stash of its own
+    num_blocks = Counter[tuple[tuple[int, ...], ...]]()  # each width of rows has its own stash
     for names, widths_of_block in widths.items():
         num_blocks[widths_of_block] += len(names)
     blocks = []
@@ -72,11 +72,11 @@ def has_stash(axis: ExpertAxis) -> bool:
 
 
 def spread_experts(block: nn.Module, layout: ExpertLayout, axis: ExpertAxis) -> None:
-    """Reduce a block's parameters to those of this rank's experts, and convert its state dicts."""
-    shard_experts(block, layout.parameters, layout.placement, axis.own, axis.made)
-    block.register_load_state_dict_pre_hook(OnLoad(layout.parameters, layout.placement))
+    """Reduce a block's parameters to the local experts' parameters, and convert its state dicts."""
+    shard_experts(block, layout.parameters, layout.placement, axis.axis_mesh, axis.sharded_parameters)
+    block.register_load_state_dict_pre_hook(KeepLocalExperts(layout.parameters, layout.placement))
     if layout.parameters.separate and layout.placement.num_ranks > 1:
-        block.register_state_dict_pre_hook(OnSave())
+        block.register_state_dict_pre_hook(RefuseTorchFullStateDict())
 
 
 def preview_layouts(model: nn.Module, axis: ExpertAxis, survey: Survey, plan: Plan) -> Survey:

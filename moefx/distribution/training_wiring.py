@@ -17,7 +17,7 @@ from ..runtime.ranks.data_parallel_wrappers import (
     refuse_accelerate,
 )
 from ..runtime.ranks.expert_layout import ExpertLayout
-from ..runtime.ranks.overwrite_detection import OverwritingWatch, SettleOnLoad
+from ..runtime.ranks.overwrite_detection import AcceptLoadedExperts, OverwritingWatch
 from ..runtime.ranks.reductions import GRADIENT_WATCH, GradientWatch, Reduction, build_reductions, format_reductions
 from ..runtime.ranks.sharding import resolve_expert_axes
 from ..runtime.ranks.state_dicts import join_name, refuse_save_pretrained
@@ -51,9 +51,9 @@ def watch_block(block: nn.Module, name: str, layout: ExpertLayout) -> Overwritin
     """
     if layout.placement.num_ranks > 1:
         DEEPSPEED_REFUSAL.install(block)
-        block.register_load_state_dict_post_hook(SettleOnLoad())
+        block.register_load_state_dict_post_hook(AcceptLoadedExperts())
     watch = OverwritingWatch(block, name, layout.parameters, layout.placement, layout.number)
-    watch.compares_itself = layout.routes.gathers
+    watch.has_own_collective = layout.routes.gathers
     return watch
 
 
@@ -82,11 +82,11 @@ def prepare_training(compiled: nn.Module, axis: ExpertAxis, plan: Plan) -> None:
     """Tell DistributedDataParallel which parameters differ between ranks, refuse accelerate, and watch an optimizer's
     first step."""
     reductions, manual = plan_reductions(axis, plan), plan.gradients == "manual"
-    left = reductions["experts"]
+    expert_reduction = reductions["experts"]
     advice = (
-        "" if manual or left.divisor == 1 else
+        "" if manual or expert_reduction.divisor == 1 else
         "DistributedDataParallel leaves the gradients of this model's experts, which differ by rank, to you: "
-        f"{left}. Plan(gradients='manual') says that you do it"
+        f"{expert_reduction}. Plan(gradients='manual') says that you do it"
     )  # fmt: skip
     vars(compiled)[SPREAD_MESH] = SpreadMesh(axis.mesh, reductions)
     refuse_save_pretrained(compiled)

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from torch.fx import Node
 
 from ..ir.block_graph import BlockGraph
-from ..ir.display_names import attribute_name, format_attribute_path, format_body, format_ranges
+from ..ir.display_names import format_attribute_path, format_body, format_ranges, get_attribute_name
 from ..ir.graph_codegen import is_getitem
 from ..ir.graph_levels import is_dead
 from ..ir.graph_printer import print_lines
@@ -135,7 +135,7 @@ def _list_parameters(nodes: Sequence[Node]) -> list[str]:
     """Return the names of parameters that nodes read, as ranges."""
     names: list[str] = []
     for node in nodes:
-        names += [attribute_name(n) for n in node.all_input_nodes if n.op == "get_attr"]
+        names += [get_attribute_name(n) for n in node.all_input_nodes if n.op == "get_attr"]
     runs = format_ranges(list(dict.fromkeys(names)))
     return runs if len(runs) <= 4 else [*runs[:3], f"and {len(runs) - 3} more"]
 
@@ -158,7 +158,7 @@ def _find_frequent(labels: dict[Node, Hashable], min_count: int) -> set[Hashable
 
 
 def _make_label(node: Node) -> Hashable:
-    parameters = tuple(re.sub(r"\d+", "#", attribute_name(n)) for n in node.all_input_nodes if n.op == "get_attr")
+    parameters = tuple(re.sub(r"\d+", "#", get_attribute_name(n)) for n in node.all_input_nodes if n.op == "get_attr")
     target = re.sub(r"\d+", "#", node.target) if isinstance(node.target, str) else node.target
     return node.op, str(target), parameters, len(node.all_input_nodes)
 

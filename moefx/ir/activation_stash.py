@@ -2,11 +2,10 @@
 
 With `dispatch="gather"` and `"pull"` only the device knows how many rows a rank's experts get, and a tensor for the
 worst case would be W times too large on W ranks. So each forward appends its rows to a ring that all layers share. The
-device counts the rows from the start of the process: a forward reserves the next ones, and its ticket stores where they
-begin. When the ring is full, new rows overwrite the oldest. A backward finds its rows if no more than the ring's rows
-were reserved since they were; otherwise it computes them again from its inputs. The results are equal bit by bit: the
-stash is a cache, and its size changes the time only. Tickets need no release, so backwards may come in any order,
-twice, or never.
+device numbers all rows of the process: a forward reserves the next numbers, and its ticket stores the first one. When
+the ring is full, new rows overwrite the oldest. A backward reads its rows from the ring, or recomputes them from its
+inputs if they were overwritten. The results are equal bit by bit: the stash is a cache, and its size affects the time
+only. Tickets need no release, so backwards may run in any order, twice, or never.
 
 One stream at a time writes and reads: a call on another stream waits for the last one. Replays of CUDA graphs are not
 ordered with calls on other streams, or with each other: run them on one stream.
@@ -49,7 +48,7 @@ class Stash:
 
     def __init__(self, num_rows: int, width: int, dtype: torch.dtype, misses: Tensor, generation: int):
         self.rows = torch.empty((num_rows, width), dtype=dtype, device=misses.device)
-        # Tickets of an older ring are far behind, those of a newer one ahead.
+        # Row numbers of different rings lie in different ranges, so that a ticket of another ring is a miss.
         self.cursor = torch.full((1,), generation * _GENERATION, dtype=torch.int64, device=misses.device)
         self.misses = misses
         self._last_stream = LastStream()
@@ -72,14 +71,16 @@ class Stash:
 _lock = threading.Lock()
 _stashes: dict[tuple[torch.device, torch.dtype, int], Stash] = {}
 _misses: dict[torch.device, Tensor] = {}
-_captured: set[Stash] = set()  # keeps rings alive whose addresses a CUDA graph may hold, until the process ends
+_stashes_in_graphs: set[Stash] = (
+    set()
+)  # keeps rings alive whose addresses a CUDA graph may hold, until the process ends
 _generations = itertools.count(1)
 _free_counters = list(range(_MAX_COUNTERS - 1, 0, -1))
 _live_counters: set[object] = set()
 
 
 def find_stash(num_rows: int, widths: Sequence[int], dtype: torch.dtype, device: torch.device) -> Stash:
-    """Find the stash for rows of several tensors side by side. Make one of `num_rows` if there is none so large.
+    """Find the stash for rows of several tensors side by side. Make one if there is none of at least `num_rows`.
 
     Raises:
         InvalidInput: a CUDA graph is being captured, and the stash is missing or too small.
@@ -95,7 +96,7 @@ def find_stash(num_rows: int, widths: Sequence[int], dtype: torch.dtype, device:
             )
         stash = _make_stash(key, num_rows)
     if is_captured:
-        _captured.add(stash)
+        _stashes_in_graphs.add(stash)
     elif device.type == "cuda":
         stash.wait_for_last_call()
     return stash
@@ -111,9 +112,9 @@ def _make_stash(key: tuple[torch.device, torch.dtype, int], num_rows: int) -> St
 
 
 class MissCounter:
-    """Counts the backwards of one block that did not find their rows. A copy is a counter of its own.
+    """Counts the backwards of one block that did not find their rows. A copy has its own count.
 
-    With the last counter of a process go its stashes, except those of CUDA graphs.
+    When the last counter of a process is freed, so are the stashes, except those in CUDA graphs.
     """
 
     def __init__(self) -> None:

@@ -29,13 +29,13 @@ from .passed_objects import is_passed
 
 Path = tuple[Any, ...]
 Leaves = list[tuple[Path, Any]]
-# What a user gives as the arguments of a call: one tensor, positional arguments, or keyword arguments.
+# The arguments of a call as users pass them: one tensor, positional arguments, or keyword arguments.
 ExampleInputs: TypeAlias = "torch.Tensor | Sequence[object] | Mapping[str, object]"
 
 
 class Specialization(NamedTuple):
-    """The kind of call that a rewritten graph holds for. In a program's key, None means that any value fits, because
-    the capture never read it.
+    """The kind of call for which a rewritten graph is valid. In a program's key, None admits any value, because the
+    capture never read it.
 
     Attributes:
         training: `block.training`, or None.
@@ -68,9 +68,9 @@ class Specialization(NamedTuple):
         modes = [
             "any mode" if self.training is None else ("train" if self.training else "eval"),
             "" if self.grad is None else ("grad" if self.grad else "no_grad"),
-            "" if self.autocast is None else f"autocast({_short(self.autocast)})",
+            "" if self.autocast is None else f"autocast({_format_dtype(self.autocast)})",
         ]
-        arguments = [f"{format_path(path)}: {_kind_text(kind)}" for path, kind in self.arguments]
+        arguments = [f"{format_path(path)}: {_format_kind(kind)}" for path, kind in self.arguments]
         return " ".join(mode for mode in modes if mode) + f" ({', '.join(arguments)})"
 
 
@@ -99,7 +99,7 @@ class Guard:
     Attributes:
         condition: Python expression over `self` (the block) and the placeholders' names, for example
             `"hidden_states.shape[0] * hidden_states.shape[1] > 4"` or `"self.top_k == 2"`.
-        why: what the capture read, as one clause for people.
+        why: the value that the capture read, as one clause for people.
         source: the user's `file.py:line` that read it, or "".
         one_way: the condition selects a branch; a second capture may follow the other branch.
     """
@@ -122,7 +122,7 @@ def describe_leaf(value: Any, depth: int = 4) -> tuple[Any, ...]:
 
     A tensor gives `("tensor", dtype, device type, rank)`. A Python value gives its type and value, so that `1`, `True`
     and `1.0` differ. A function gives its name, and captured values if it is local. Any other object gives its content
-    if that can be compared, else its type alone; while Dynamo traces always its type.
+    if it can be compared, and otherwise its type alone. While Dynamo traces, it always gives its type.
     """
     if isinstance(value, torch.Tensor):
         return ("tensor", value.dtype, value.device.type, value.dim())
@@ -250,7 +250,7 @@ def make_binder(signature: inspect.Signature) -> Callable[..., tuple[tuple[str, 
         kind_before = kind
     if kind_before is inspect.Parameter.POSITIONAL_ONLY:
         parameters.append("/")
-    return _binder(", ".join(parameters), tuple(names), _ById(tuple(defaults)))
+    return _compile_binder(", ".join(parameters), tuple(names), _IdentityKey(tuple(defaults)))
 
 
 def make_signature_binder(block: torch.nn.Module) -> Callable[..., tuple[tuple[str, Any], ...]]:
@@ -294,7 +294,7 @@ def _flatten(path: Path, value: Any, leaves: Leaves, objects: Collection[Path] =
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _ById:
+class _IdentityKey:
     """Default values, compared by identity so that unhashable ones can take part in a cache key."""
 
     values: tuple[Any, ...]
@@ -303,24 +303,26 @@ class _ById:
         return hash(tuple(map(id, self.values)))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ById) and tuple(map(id, self.values)) == tuple(map(id, other.values))
+        return isinstance(other, _IdentityKey) and tuple(map(id, self.values)) == tuple(map(id, other.values))
 
 
 @functools.lru_cache(maxsize=1024)
-def _binder(parameters: str, names: tuple[str, ...], defaults: _ById) -> Callable[..., tuple[tuple[str, Any], ...]]:
+def _compile_binder(
+    parameters: str, names: tuple[str, ...], defaults: _IdentityKey
+) -> Callable[..., tuple[tuple[str, Any], ...]]:
     pairs = ", ".join(f"({name!r}, {name})" for name in names)
     scope: dict[str, Any] = {f"default_{i}": value for i, value in enumerate(defaults.values)}
     exec(f"def forward({parameters}):\n    return ({pairs}{',' if pairs else ''})\n", scope)
     return scope["forward"]
 
 
-def _short(dtype: torch.dtype) -> str:
+def _format_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _kind_text(kind: tuple[Any, ...]) -> str:
+def _format_kind(kind: tuple[Any, ...]) -> str:
     if kind[0] == "tensor":
-        return f"{kind[3]}-d {_short(kind[1])} on {kind[2]}"
+        return f"{kind[3]}-d {_format_dtype(kind[1])} on {kind[2]}"
     if kind[0] == "object":
         return f"a {kind[-1]}"
     return repr(kind[1]) if len(kind) == 2 else f"a {kind[0]}"

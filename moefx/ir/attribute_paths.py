@@ -19,7 +19,7 @@ class AttributeRange:
 
     Attributes:
         before: the path before the number, such as `"experts."` or `"expert_"`.
-        after: the path behind it, such as `".up.weight"`.
+        after: the path after it, such as `".up.weight"`.
         start, stop: the numbers, half open.
     """
 
@@ -49,7 +49,7 @@ def read_range(owner: nn.Module, stem: str, start: int, stop: int, after: str) -
     if not torch.compiler.is_compiling():
         tail, *path = after.split(".")
         try:
-            return _from_registries(owner, _numbered(stem, start, stop, tail), path)
+            return _read_registries(owner, _format_numbered_names(stem, start, stop, tail), path)
         except KeyError:
             pass
     return [_read(owner, f"{stem}{i}{after}") for i in range(start, stop)]
@@ -104,7 +104,7 @@ def split_into_ranges(paths: Sequence[str]) -> list[AttributeRange | str]:
 
 
 def _find_counter(path: str, next_path: str) -> tuple[str, str, int] | None:
-    """Find the only number that grows by one from `path` to `next_path`. Return the text before and behind it, and its
+    """Find the only number that grows by one from `path` to `next_path`. Return the text before and after it, and its
     value in `path`."""
     parts, next_parts = re.split(r"(\d+)", path), re.split(r"(\d+)", next_path)
     if len(parts) != len(next_parts):
@@ -120,7 +120,7 @@ def _find_counter(path: str, next_path: str) -> tuple[str, str, int] | None:
     return "".join(parts[:at]), "".join(parts[at + 1 :]), start
 
 
-def _from_registries(owner: nn.Module, names: tuple[str, ...], path: list[str]) -> list[Any]:
+def _read_registries(owner: nn.Module, names: tuple[str, ...], path: list[str]) -> list[Any]:
     if not path:
         return [owner._parameters[name] for name in names]
     modules = [owner._modules[name] for name in names]
@@ -130,7 +130,7 @@ def _from_registries(owner: nn.Module, names: tuple[str, ...], path: list[str]) 
 
 
 @functools.lru_cache(maxsize=1024)
-def _numbered(stem: str, start: int, stop: int, tail: str) -> tuple[str, ...]:
+def _format_numbered_names(stem: str, start: int, stop: int, tail: str) -> tuple[str, ...]:
     return tuple(f"{stem}{i}{tail}" for i in range(start, stop))
 
 

@@ -50,7 +50,7 @@ class BlockGraph:
         binding: which arguments of the block feed the placeholders.
         output_spec: the pytree to rebuild from the output node's flat list; None if the block returns only tuples,
             lists and dicts.
-        header: provenance, printed behind the name: "after 5/8 collectives   1.9 ms   +4 -1   ...".
+        header: provenance, printed after the name: "after 5/8 collectives   1.9 ms   +4 -1   ...".
     """
 
     name: str
@@ -73,8 +73,8 @@ class BlockGraph:
 
     @property
     def returned(self) -> Any:
-        """The value that the graph returns: nodes in the user's containers, or in a flat list if a container is no
-        plain Python one."""
+        """The value that the graph returns: nodes in the user's containers, or in a flat list if one of these is not a
+        plain Python container."""
         value: Any = self.output.args[0]
         if self.output_spec is None:
             return value
@@ -121,7 +121,7 @@ class BlockGraph:
             record_load: return `(output, (expert_offsets, ...))`, a tensor for each PFT of the block's own tokens.
             join: run consecutive dialect ops as one (see `joined_ops`). For calls that no compiler traces.
         """
-        graph, record = self._with_offsets() if record_load else (self, ())
+        graph, record = self._with_recorded_offsets() if record_load else (self, ())
         if join:
             graph = graph.replace(graph=join_ops(graph.graph, self.name))
         source = graph.source(record)
@@ -143,16 +143,16 @@ class BlockGraph:
         rebuild = self.output_spec is not None and value is self.output.args[0]
         return graph_codegen.GeneratedSource(self.graph, value, record, self.output_spec if rebuild else None)
 
-    def _with_offsets(self) -> tuple[BlockGraph, Sequence[Node]]:
+    def _with_recorded_offsets(self) -> tuple[BlockGraph, Sequence[Node]]:
         """Return a graph and the nodes of its `expert_offsets`, for the block's own tokens.
 
-        Over a mesh, PFTs of exchanged rows count other ranks' tokens. So the returned graph has another PFT before each
-        `place_choices`, for this rank's tokens; these come first.
+        Over a mesh, PFTs of exchanged rows count other ranks' tokens. So the returned graph has one more PFT for this
+        rank's tokens before each `place_choices`; these come first.
         """
         if not self.find(PLACE_CHOICES):
-            return self, self._offsets()
+            return self, self._find_offsets()
         block, offsets = self.copy(), []
-        local = block._offsets()
+        local = block._find_offsets()
         for node in block.find(PLACE_CHOICES):
             choices = get_argument(node, "topk_ids"), None, get_argument(node, "keep")
             kwargs: dict[str, Any] = {"num_experts": len(get_argument(node, "places"))}
@@ -161,7 +161,7 @@ class BlockGraph:
                 offsets.append(block.graph.call_function(operator.getitem, (pft, _EXPERT_OFFSETS)))
         return block, offsets + local
 
-    def _offsets(self) -> list[Node]:
+    def _find_offsets(self) -> list[Node]:
         """Return the used `expert_offsets` of the PFTs that are built from this rank's tokens."""
         build_nodes = [node for node in self.find(BUILD_PFT) if not _includes_other_ranks(node)]
         candidates = [results[_EXPERT_OFFSETS] for node in build_nodes if (results := graph_codegen.list_results(node))]
@@ -181,16 +181,16 @@ class BlockGraph:
         # JSON if the user's classes allow it, because loading a pickled spec warns.
         with contextlib.suppress(NotImplementedError):
             spec = spec and pytree.treespec_dumps(spec)
-        return _unpack_block, (_packed(self.graph), self.name, self.binding, spec, self.header)
+        return _unpack_block, (_pack_graph(self.graph), self.name, self.binding, spec, self.header)
 
 
 def _includes_other_ranks(pft: Node) -> bool:
     """Return whether a `build_pft` routes tokens that came from other ranks, too."""
     if get_argument(pft, "num_rows") is not None:
         return True
-    slots = get_argument(pft, "topk_ids")
-    is_part = isinstance(slots, Node) and slots.target is operator.getitem
-    return is_part and format_target(read_item(slots)[0]) in (WAIT_GATHERED, PULL_TOKENS)
+    routed_ids = get_argument(pft, "topk_ids")
+    is_part = isinstance(routed_ids, Node) and routed_ids.target is operator.getitem
+    return is_part and format_target(read_item(routed_ids)[0]) in (WAIT_GATHERED, PULL_TOKENS)
 
 
 def _is_literal(value: Any) -> bool:
@@ -242,7 +242,7 @@ class _OpRef:
     name: str
 
 
-def _packed(graph: Graph) -> _PackedGraph:
+def _pack_graph(graph: Graph) -> _PackedGraph:
     pack = graph.__dict__.get(_PACK)
     if pack is None:
         position = {node: _NodeRef(i) for i, node in enumerate(graph.nodes)}

@@ -30,14 +30,14 @@ _ROLES = {
 }
 
 
-def shown_names(graph: Graph) -> dict[Node, str]:
-    """Return the printed name of every node: its own name if a pass chose it, else a name for its role."""
-    used_names = {node.name for node in graph.nodes if not _default_name(node)}
+def choose_display_names(graph: Graph) -> dict[Node, str]:
+    """Return the printed name of every node: its own name if a pass chose it, otherwise a name for its role."""
+    used_names = {node.name for node in graph.nodes if not _derive_default_name(node)}
     names: dict[Node, str] = {}
     for node in graph.nodes:
-        name = _default_name(node)
+        name = _derive_default_name(node)
         if name:
-            role = next(filter(None, (_role(node, user) for user in node.users)), "")
+            role = next(filter(None, (_find_role(node, user) for user in node.users)), "")
             producer = node.args[0] if is_getitem(node) else None
             if isinstance(producer, Node) and isinstance(node.args[1], int) and not role:
                 if node.args[1] == 0 and (len(producer.users) == 1 or format_target(producer) == "moefx::expert_mlp"):
@@ -46,16 +46,16 @@ def shown_names(graph: Graph) -> dict[Node, str]:
                     names[node] = names[producer]
                     continue
                 name = f"{names[producer]}_{node.args[1]}"
-            name = _unused(role or name, used_names)
+            name = _make_unique(role or name, used_names)
             used_names.add(name)
         names[node] = name or node.name
     return names
 
 
-def _role(node: Node, user: Node) -> str:
+def _find_role(node: Node, user: Node) -> str:
     """Return the name that the use of `node` by `user` suggests, or ""."""
     if format_target(user) == "moefx::shard_tokens":  # the name of its shard
-        return next(filter(None, (_role(user, u) for u in user.users)), "")
+        return next(filter(None, (_find_role(user, u) for u in user.users)), "")
     positions = [
         i
         for i, a in enumerate(user.args)
@@ -64,8 +64,8 @@ def _role(node: Node, user: Node) -> str:
     return next((r for i in positions if (r := _ROLES.get((format_target(user), i)))), "")
 
 
-def _default_name(node: Node) -> str:
-    """Return the op's name if FX derived the node's name from it (`mul_tensor_1`), else ""."""
+def _derive_default_name(node: Node) -> str:
+    """Return the op's name if FX derived the node's name from it (`mul_tensor_1`), otherwise ""."""
     if is_getitem(node):
         return "item" if re.fullmatch(r"getitem(_\d+)?", node.name) else ""
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -83,7 +83,7 @@ def _is_sent_back(node: Node) -> bool:
     return any(format_target(u) == "moefx::all_to_all_back" for first in node.users for u in first.users)
 
 
-def _unused(name: str, used_names: set[str]) -> str:
+def _make_unique(name: str, used_names: set[str]) -> str:
     number, candidate = 1, name
     while candidate in used_names:
         number, candidate = number + 1, f"{name}_{number}"
@@ -93,8 +93,8 @@ def _unused(name: str, used_names: set[str]) -> str:
 # -- parameters --------------------------------------------------------------------------------
 
 
-def attribute_name(node: Node) -> str:
-    """Return the parameter's name in the block. Captured graphs record it in `meta`, beside their own target."""
+def get_attribute_name(node: Node) -> str:
+    """Return the parameter's name in the block. Captured graphs record it in `meta`; their target is another name."""
     return str(node.meta.get("fqn") or node.target)
 
 

@@ -32,9 +32,9 @@ class Gemm:
 
     Attributes:
         num: number of its tensors in the op's flat weight list: 1 stacked [E,...], or E separate ones.
-        transposed: the weight of an expert is [out, in] (as `nn.Linear.weight`), else [in, out].
-        bias: whether each expert adds a bias vector; the flat bias list then has `num` tensors for it as well.
-        bias_dtype: dtype of the sum with the bias if promotion makes it differ from the product's, else "". Under
+        transposed: the weight of an expert is [out, in] (as `nn.Linear.weight`), otherwise [in, out].
+        bias: whether each expert adds a bias vector. If so, the flat bias list has `num` tensors for this GEMM.
+        bias_dtype: dtype of the sum with the bias if promotion makes it differ from the product's, otherwise "". Under
             autocast, `x @ w + bias` is bfloat16 + float32.
     """
 

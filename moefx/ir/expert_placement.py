@@ -28,9 +28,8 @@ class ExchangeRoutes:
     """The exchanges that bring rows to ranks: a single one, or one at each level (X-MoE section 4.2, Piper section V).
 
     Attributes:
-        levels: coarse to fine. position: this rank's position, in the order of the process groups. order: the rank
-            number on the axis of each position.
-        dedup: a token travels once to each rank of a level (as its pilot), else once for each slot.
+        levels: coarse to fine. position: of this rank. order: the rank of each position.
+        dedup: a token travels once to each rank of a level (as its pilot), otherwise once for each slot.
         splits_intra_node: rows that stay in the node skip the upper levels (HALO's phase I).
         timeout: seconds to wait for other ranks; None for the limit of the process groups.
         chunks: number of parts in which the tokens travel, so that computation overlaps with exchanges.
@@ -74,16 +73,14 @@ class ExchangeRoutes:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The map from a block's experts to ranks of a mesh axis, and to their numbers there.
-
-    Immutable: experts move by replacing it.
+    """The map from a block's experts to ranks of a mesh axis, and to local ids. Immutable.
 
     Attributes:
         axis: printed name of the mesh axis.
         group: name of its process group, as ops take it.
         num_ranks: W, ranks of the axis. rank: this rank's number on the axis.
         experts_per_rank: the same on all ranks.
-        places: rank * experts_per_rank + number on the rank, of each expert; a permutation of 0 ... E-1.
+        physical_ids: rank * experts_per_rank + local id of each expert; a permutation of 0 ... E-1.
     """
 
     axis: str
@@ -91,7 +88,7 @@ class Placement:
     num_ranks: int
     rank: int
     experts_per_rank: int
-    places: tuple[int, ...]
+    physical_ids: tuple[int, ...]
 
     @classmethod
     def in_order(cls, num_experts: int, num_ranks: int, rank: int, *, axis: str, group: str, of: str = "") -> Placement:
@@ -110,14 +107,14 @@ class Placement:
 
     @property
     def num_experts(self) -> int:
-        return len(self.places)
+        return len(self.physical_ids)
 
     @property
     def local_experts(self) -> list[int]:
-        """The ids of this rank's experts, by their number on it."""
-        expert_at = {place: expert for expert, place in enumerate(self.places)}
+        """The ids of this rank's experts, by local id."""
+        expert_by_physical_id = {physical_id: expert for expert, physical_id in enumerate(self.physical_ids)}
         first = self.rank * self.experts_per_rank
-        return [expert_at[place] for place in range(first, first + self.experts_per_rank)]
+        return [expert_by_physical_id[physical_id] for physical_id in range(first, first + self.experts_per_rank)]
 
     def select_local(self, full: Tensor) -> Tensor:
         """Select this rank's experts from a tensor whose first axis holds all experts in equal parts."""
@@ -126,7 +123,7 @@ class Placement:
 
 @dataclasses.dataclass(frozen=True)
 class SharedTokens:
-    """Ranks that hold the same tokens, and of which each routes a part (X-MoE section 4.3).
+    """Ranks that hold the same tokens, and route a part of them each (X-MoE section 4.3).
 
     Attributes:
         axis: printed name. group: name of the process group. size, rank: the group's size and this rank's number.

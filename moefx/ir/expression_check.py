@@ -51,9 +51,9 @@ def check_expression(expr: Any, variables: Collection[str] | None = None) -> Non
     Raises:
         InvalidInput: a part is not allowed; the message names the first one.
     """
-    todo, num_parts = [(expr, 0)], 0
-    while todo:
-        part, depth = todo.pop()
+    pending, num_parts = [(expr, 0)], 0
+    while pending:
+        part, depth = pending.pop()
         num_parts += 1
         if num_parts > MAX_PARTS or depth > MAX_DEPTH:
             raise InvalidInput(f"an expression has more than {MAX_PARTS} parts or {MAX_DEPTH} levels")
@@ -62,7 +62,7 @@ def check_expression(expr: Any, variables: Collection[str] | None = None) -> Non
             if arguments and isinstance(arguments[0], str):
                 keywords = arguments.pop() if isinstance(arguments[-1], dict) else {}
                 _check_keywords(resolve_op(arguments.pop(0)), keywords)
-            todo += [(argument, depth + 1) for argument in arguments]
+            pending += [(argument, depth + 1) for argument in arguments]
         elif isinstance(part, str):
             _check_variable(part, variables)
         else:

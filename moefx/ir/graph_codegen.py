@@ -33,10 +33,10 @@ INFIX = {
 
 
 def list_results(node: Node) -> list[Node | None] | None:
-    """Return the results of a multi-output node by position, None for unused ones; None if it is not only unpacked.
+    """Return the results of a node by index, None for unused ones. Return None if the node may be more than unpacked.
 
-    A node is only unpacked if the number of its results is known (from the op's schema or `meta["val"]`) and all its
-    users are `getitem` with a constant index, each index once.
+    It is only unpacked if the number of its results is known (from the op's schema or `meta["val"]`) and all its users
+    are `getitem` with a constant index, each index once.
     """
     count = num_results(node)
     if count is None or not node.users:
@@ -69,8 +69,8 @@ class GeneratedSource:
 
     Args:
         graph: the graph.
-        output: the value to return; it replaces that of the output node.
-        record: nodes whose values are returned beside the output, as a second element.
+        output: the value to return instead of the output node's.
+        record: nodes whose values are returned after the output, as a second element.
         output_spec: the pytree to rebuild from the flat list `output` at run time, or None.
     """
 

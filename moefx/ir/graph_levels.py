@@ -85,8 +85,7 @@ def is_dead(node: Node) -> bool:
 
 
 def has_effect(node: Node) -> bool:
-    """Return whether a node has an effect beside its result. Submodule calls count, since their hooks may do
-    anything."""
+    """Return whether a node has a side effect. A submodule call has one, because its hooks may do anything."""
     if node.op in ("placeholder", "output", "call_module") or node.target is setattr:
         return True
     if node.op == "call_method":

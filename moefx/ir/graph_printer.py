@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
-from .display_names import attribute_name, format_attribute_path, format_body, format_ranges, shown_names
+from .display_names import choose_display_names, format_attribute_path, format_body, format_ranges, get_attribute_name
 from .graph_codegen import INFIX, is_getitem, list_results
 from .node_values import BUILD_PFT, format_dtype, format_target, format_value, get_argument
 
@@ -40,10 +40,10 @@ _BUNDLES = {
     "moefx::all_to_all_back": ("", "ticket"),
     "moefx::scatter_sums": ("", "ticket"),
 }
-_PARTS = ("far", "near")
-_BUNDLES_OF_PARTS = {"moefx::all_to_all_back": (*_PARTS, "ticket", "ticket")}
+_SPLIT_FIELDS = ("far", "near")
+_BUNDLES_OF_PARTS = {"moefx::all_to_all_back": (*_SPLIT_FIELDS, "ticket", "ticket")}
 # Arguments that are not printed, since other arguments imply them.
-_NOT_SHOWN = {
+_HIDDEN_ARGUMENTS = {
     "all_to_all_rows": ("num_slots", "dedup"),
     "all_to_all_back": ("tickets",),
     "wait_rows": ("tickets", "splits", "tokens", "choices", "place", "num_slots", "dedup", "groups"),
@@ -64,7 +64,7 @@ _NOT_SHOWN = {
 # Labels of arguments of expert_mlp if it has more than the two weights.
 _MLP_LABELS = {"row_weights": "w", "up": "up", "up_bias": "up_bias", "down": "down", "down_bias": "down_bias",
                "later": "later"}  # fmt: skip
-_MLP_TAIL = ("keep", "reduce")  # printed behind the body
+_MLP_TAIL = ("keep", "reduce")  # printed after the body
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +107,7 @@ def format_lines(lines: Sequence[Line]) -> list[str]:
 class _Printer:
     def __init__(self, block: BlockGraph):
         self.block = block
-        self.names = shown_names(block.graph)
+        self.names = choose_display_names(block.graph)
         self.fields: dict[Node, tuple[Node, str]] = {}  # result of a bundle -> (the op's node, field name)
         self.folded: set[Node] = set()
         self.expert_steps: dict[Node, list[Node]] = {}  # a step of the first expert -> the same step of each expert
@@ -239,13 +239,13 @@ class _Printer:
         ]
         dialect = target.namespace == "moefx"
         if dialect:
-            hidden = _NOT_SHOWN.get(target._schema.name.partition("::")[2], ())
+            hidden = _HIDDEN_ARGUMENTS.get(target._schema.name.partition("::")[2], ())
             values = self._without_pft_fields([v for v in values if v[0].name not in hidden])
-        names = {argument.name for argument, value in values if not _left_out(argument, value)}
+        names = {argument.name for argument, value in values if not _is_left_out(argument, value)}
         labelled = bool(names & {"row_weights", "up_bias", "down_bias"})
         texts, tail, skipped = [], [], False
         for argument, value in values:
-            if _left_out(argument, value):
+            if _is_left_out(argument, value):
                 skipped = True
             elif argument.name == "body" and dialect:
                 tail.insert(0, format_body(str(value)))
@@ -268,7 +268,7 @@ class _Printer:
         result, passed_pfts = [], set()
         for argument, value in values:
             pft, field = self.fields.get(value, (None, "")) if isinstance(value, Node) else (None, "")
-            is_separate = field in _PARTS or (field == _PFT_WEIGHTS and argument.name != "row_weights")
+            is_separate = field in _SPLIT_FIELDS or (field == _PFT_WEIGHTS and argument.name != "row_weights")
             if pft is None or is_separate:
                 result.append((argument, value))
             elif field != _PFT_WEIGHTS and pft not in passed_pfts:
@@ -292,7 +292,7 @@ class _Printer:
         """Format a list of tensors, with expert parameters as ranges. A single range has no brackets."""
         if not all(isinstance(v, Node) and v.op == "get_attr" for v in values):
             return self._value(list(values))
-        runs = format_ranges([attribute_name(v) for v in values])
+        runs = format_ranges([get_attribute_name(v) for v in values])
         if len(runs) > 4:
             runs = [*runs[:2], f"... {len(runs) - 3} more", runs[-1]]
         return runs[0] if len(runs) == 1 else f"[{', '.join(runs)}]"
@@ -327,11 +327,11 @@ class _Printer:
         if node in self.expert_steps:
             steps = self.expert_steps[node]
             if node.op == "get_attr":
-                paths = [attribute_name(n) for n in steps]
+                paths = [get_attribute_name(n) for n in steps]
                 return format_ranges(paths)[0] if len(set(paths)) > 1 else format_attribute_path(paths[0])
             return f"{self.names[node]}[0..{len(steps) - 1}]"
         if node.op == "get_attr":
-            return format_attribute_path(attribute_name(node))
+            return format_attribute_path(get_attribute_name(node))
         if node in self.fields:
             pft, field = self.fields[node]
             return f"{self.names[pft]}.{field}" if field else self.names[pft]
@@ -364,7 +364,7 @@ _ARITHMETIC = {
 }  # fmt: skip
 
 
-def _left_out(argument: Any, value: Any) -> bool:
+def _is_left_out(argument: Any, value: Any) -> bool:
     if value is None or (isinstance(value, (list, tuple)) and not len(value)):
         return True
     if argument.name == "places" and list(value) == list(range(len(value))):

@@ -1,15 +1,15 @@
 """Run consecutive dialect ops as one autograd node, with one trip through autograd instead of one for each op.
 
-A call of an op passes the dispatcher and autograd, which takes 30 us or more on the host: too long for a layer with few
+A call of an op through the dispatcher and autograd takes 30 us or more on the host: too long for a layer with few
 tokens. In eager mode the generated function of a block calls `JoinedOps` instead:
 
-    place = moefx.place_choices(ids, None)                      out = joined_ops(ids, x, weights, up, down)
-    pft   = moefx.build_pft(place, weights, None)       ->
-    out   = moefx.expert_mlp(x, *pft, [up], [], [down], [])
+    local_ids = moefx.place_choices(ids, None)                  out = joined_ops(ids, x, weights, up, down)
+    pft = moefx.build_pft(local_ids, weights, None)     ->
+    out = moefx.expert_mlp(x, *pft, [up], [], [down], [])
 
 The forward runs the ops' providers in the order of the graph. The backward runs their derivatives in reverse, and adds
 up gradients as autograd does, so results are equal bit by bit. Dispatch modes, subclasses of tensors and compilers see
-the single ops: their calls go to the dispatcher. `op_joining` finds the ops.
+the single ops, because their calls go through the dispatcher. `op_joining` finds the ops.
 """
 
 from __future__ import annotations
@@ -23,7 +23,15 @@ from torch import Tensor
 from torch.utils._device import DeviceContext
 
 from .guards import recomputed_choice
-from .ops.op_definition import NAMESPACE, Op, is_profiled, iterate_items, joined, raise_double_backward, skip_in_dynamo
+from .ops.op_definition import (
+    NAMESPACE,
+    Op,
+    flatten_lists,
+    is_profiled,
+    raise_double_backward,
+    run_joined,
+    skip_in_dynamo,
+)
 from .ops.partial_backward import BackwardRuns, DelayedGradients
 
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
@@ -68,7 +76,7 @@ def _run_op(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequen
 
 def _find_tensor(args: Sequence[Any]) -> Tensor:
     """Return the first tensor among arguments, which may be lists."""
-    return next(item for item in iterate_items(args) if isinstance(item, Tensor))
+    return next(item for item in flatten_lists(args) if isinstance(item, Tensor))
 
 
 class _DispatchedOps:
@@ -86,7 +94,7 @@ class _OpsWithoutGradient:
 
 
 class _OpCall:
-    """One op in a call that needs gradients: the `ctx` of its `Derivative`, which adds attributes of its own.
+    """One op in a call that needs gradients: the `ctx` of its `Derivative`, which adds further attributes.
 
     Attributes:
         index: the op's position.
@@ -112,7 +120,7 @@ class _OpCall:
         self.saved_tensors: Sequence[Any] = ()
 
     def name(self) -> str:
-        """Return what autograd calls the op's own node."""
+        """Return the name that autograd gives the op's own node."""
         return f"{self.dialect_op.name}Backward"
 
     def save_for_backward(self, *tensors: Any) -> None:
@@ -123,7 +131,7 @@ class _OpCall:
 
 
 class _RecordedOps:
-    """Run the ops of a call, and record what the backward needs.
+    """Run the ops of a call, and record their state for the backward.
 
     Attributes:
         needs: whether each value needs a gradient. dtypes: of these values.
@@ -157,7 +165,9 @@ class _RecordedOps:
         op_args, kwargs, outputs = _run_op(op, args, kwargs)
         call = _OpCall(op, index, gradients_needed, self.makers[numbers[-1][-1]] if numbers[-1] else None)
         op.derivative.save(call, op_args, kwargs, outputs)
-        call.choice = recomputed_choice.note_choice(op.name, [op_args[i] for i in op.choice_arguments], call.to_save)
+        call.choice = recomputed_choice.record_routing(
+            op.name, [op_args[i] for i in op.routing_arguments], call.to_save
+        )
         call.saved_positions, call.to_save = [self.save(t) for t in call.to_save], ()
         results = outputs if isinstance(outputs, (list, tuple)) else (outputs,)
         call.num_results = len(results)
@@ -170,14 +180,14 @@ class _RecordedOps:
 
 
 class _JoinedNode(torch.autograd.Function):
-    """The autograd node of one call. Its last output is an empty tensor, which leads autograd from a gradient back to
-    the inputs."""
+    """The autograd node of one call. Its last output is an empty tensor, `link`, which connects gradients to the
+    inputs."""
 
     @staticmethod
     def forward(ctx: Any, joined_ops: JoinedOps, *inputs: Any) -> Any:
         wiring = joined_ops.wiring
         ops = _RecordedOps(wiring, inputs, ctx.needs_input_grad[1:])
-        with joined():
+        with run_joined():
             outputs = joined_ops.function(None, ops, *inputs)
         link = torch.empty(0, device="cpu")
         ctx.set_materialize_grads(False)
@@ -196,19 +206,19 @@ class _JoinedNode(torch.autograd.Function):
         link, *saved = ctx.saved_tensors
         needs = ctx.runs.find_needs(ctx)
         _set_needs(ctx, wiring, needs)
-        only_finishes = ctx.runs.has_left_all(needs[1:], grads)
-        by_value: list[Any] = [None] * wiring.num_values
+        completes_earlier_run = ctx.runs.has_left_all(needs[1:], grads)
+        value_gradients: list[Any] = [None] * wiring.num_values
         for number, grad in zip(wiring.outputs, grads[:-1], strict=True):
-            by_value[number] = grad
-        with joined(), torch.no_grad():
+            value_gradients[number] = grad
+        with run_joined(), torch.no_grad():
             for call in reversed(ctx.calls):
-                if only_finishes:
-                    _finish_backward(ctx, call, wiring, by_value)
+                if completes_earlier_run:
+                    _finish_backward(ctx, call, wiring, value_gradients)
                 else:
                     call.delayed = None
-                    _run_backward(ctx, call, wiring, saved, by_value)
+                    _run_backward(ctx, call, wiring, saved, value_gradients)
         ctx.runs.end(grads, ctx.calls, lambda call: wiring.arguments[call.index])
-        gradients = by_value[: wiring.num_inputs]
+        gradients = value_gradients[: wiring.num_inputs]
         if torch.is_grad_enabled():
             incoming = [g for g in grads if g is not None]
             indices = [i for i, gradient in enumerate(gradients) if gradient is not None]
@@ -249,19 +259,19 @@ def _set_needs(ctx: Any, wiring: Wiring, needs: Sequence[bool]) -> None:
             are_needed[number] = ctx.dtypes[number] is not None
 
 
-def _finish_backward(ctx: Any, call: _OpCall, wiring: Wiring, by_value: list[Any]) -> None:
+def _finish_backward(ctx: Any, call: _OpCall, wiring: Wiring, value_gradients: list[Any]) -> None:
     """Add the gradients that an earlier run of a call has left to this one."""
     if call.delayed is not None:
-        _add_gradients(ctx, call, wiring, by_value, call.delayed.compute(call.needs))
+        _add_gradients(ctx, call, wiring, value_gradients, call.delayed.compute(call.needs))
 
 
-def _run_backward(ctx: Any, call: _OpCall, wiring: Wiring, saved: Sequence[Any], by_value: list[Any]) -> None:
-    """Add the gradients of an op's arguments to `by_value`, and clear those of its results."""
+def _run_backward(ctx: Any, call: _OpCall, wiring: Wiring, saved: Sequence[Any], value_gradients: list[Any]) -> None:
+    """Add the gradients of an op's arguments to `value_gradients`, and clear those of its results."""
     results = wiring.results[call.index]
-    grads = by_value[results.start : results.stop]
+    grads = value_gradients[results.start : results.stop]
     if all(g is None for g in grads):
         return
-    by_value[results.start : results.stop] = [None] * len(grads)
+    value_gradients[results.start : results.stop] = [None] * len(grads)
     if not any(call.needs):
         return
     grads += [None] * (call.num_results - len(grads))
@@ -272,11 +282,13 @@ def _run_backward(ctx: Any, call: _OpCall, wiring: Wiring, saved: Sequence[Any],
     assert call.dialect_op.derivative is not None
     gradients = call.dialect_op.derivative.backward(call, grads)
     call.saved_tensors = ()
-    _add_gradients(ctx, call, wiring, by_value, gradients)
+    _add_gradients(ctx, call, wiring, value_gradients, gradients)
 
 
-def _add_gradients(ctx: Any, call: _OpCall, wiring: Wiring, by_value: list[Any], gradients: Sequence[Any]) -> None:
-    """Add the gradients of a call's arguments to `by_value`."""
+def _add_gradients(
+    ctx: Any, call: _OpCall, wiring: Wiring, value_gradients: list[Any], gradients: Sequence[Any]
+) -> None:
+    """Add the gradients of a call's arguments to `value_gradients`."""
     numbers, is_list = wiring.arguments[call.index], wiring.is_list[call.index]
     for targets, is_one_list, gradient in zip(numbers, is_list, gradients, strict=True):
         if gradient is None:
@@ -285,7 +297,7 @@ def _add_gradients(ctx: Any, call: _OpCall, wiring: Wiring, by_value: list[Any],
             if grad is None or (dtype := ctx.dtypes[target]) is None:
                 continue
             grad = grad if grad.dtype is dtype else grad.to(dtype)
-            by_value[target] = grad if by_value[target] is None else by_value[target] + grad
+            value_gradients[target] = grad if value_gradients[target] is None else value_gradients[target] + grad
 
 
 def _find_maker(ctx: Any, number: int) -> Any:
@@ -313,7 +325,7 @@ class JoinedOps:
         elif torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
             *outputs, _ = _JoinedNode.apply(self, *inputs)
         else:
-            with joined():
+            with run_joined():
                 outputs = self.function(None, _OpsWithoutGradient(), *inputs)
         return outputs if len(self.wiring.outputs) > 1 else outputs[0]
 
@@ -322,7 +334,7 @@ class JoinedOps:
 
 
 def _are_plain(inputs: Sequence[Any]) -> bool:
-    """Return whether autograd is all that stands between these tensors and their memory: no mode, no subclass."""
+    """Return whether these are plain tensors without modes or subclasses, on which autograd alone acts."""
     if torch._C._len_torch_dispatch_stack() or _find_tensor(inputs).device.type not in _DEVICES:
         return False
     if torch._C._len_torch_function_stack():

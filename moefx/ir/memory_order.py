@@ -1,4 +1,4 @@
-"""The memory order of a tensor's axes, on which code after a block may depend (`view`, `as_strided`)."""
+"""The memory order of a tensor's axes. Code after a block may depend on it (`view`, `as_strided`)."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class CaptureMeta(TypedDict, total=False):
 
 
 class CachedMeta(TypedDict, total=False):
-    """Results of `fold_ancestors`, which every function caches under a key of its own."""
+    """Results of `fold_ancestors`: every function has its own key."""
 
     computation: int
     depends_on_floats: bool

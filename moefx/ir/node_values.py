@@ -70,8 +70,8 @@ def format_target(node: Node) -> str:
 
 
 def format_value(node: Node) -> str:
-    """Format dtype and shape of a node's value, with named letters if known: `"bf16[S,K]"`. Several results stand side
-    by side."""
+    """Format dtype and shape of a node's value, with named letters if known: `"bf16[S,K]"`. Join several results by
+    spaces."""
     value, letters = node.meta.get("val"), node.meta.get("letters")
     if isinstance(letters, str):
         return letters

@@ -23,7 +23,8 @@ _HOISTED_METHODS = frozenset({"to_local"})  # reads of parameters, which may run
 def join_ops(graph: Graph, title: str) -> Graph:
     """Return a graph in which consecutive dialect ops are one node. Its target is a `JoinedOps`.
 
-    A node holds what its ops save until its backward has run. So one node has at most one op that keeps activations.
+    A node holds the tensors that its ops save until its backward has run. So one node has at most one op that keeps
+    activations.
 
     Args:
         title: see `graph_codegen.compile_source`.

@@ -94,11 +94,11 @@ def register_compiler(provider: str, compile_ahead: Callable[[], contextlib.Abst
 
 @contextlib.contextmanager
 def compile_ahead() -> Iterator[bool]:
-    """Compile the kernels of all ops that this thread calls in this context, together: their first real calls do not
-    wait for them. The results of the calls are those of the reference. The calls are not counted.
+    """Compile the kernels of all ops that this thread calls in this context, together, so that their first real calls
+    need not wait. The calls return the results of the reference, and are not counted.
 
     Yields:
-        Whether some provider has a compiler. If not, calling ops is of no use.
+        Whether a provider has a compiler. If not, calling ops has no effect.
     """
     _load()
     with contextlib.ExitStack() as stack:

@@ -1,8 +1,8 @@
 """Arguments that a block only passes on to its submodules, such as a key-value cache.
 
-In a capture, a `PassedObject` stands for each such argument. The block may pass it on, return it, and compare it with
-None; the capture refuses any other use. In a rewritten graph these arguments are placeholders, and each call checks
-the structure of the results that submodules return for them.
+In a capture, a `PassedObject` replaces each of these arguments. The block may pass it on, return it, and compare it
+with None; the capture refuses any other use. In a rewritten graph these arguments are placeholders, and each call
+checks the structure of the results that submodules return for them.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def check_tensor(result: Any, template: torch.Tensor, dtype: torch.dtype | None,
 
     Args:
         template: an input of the submodule with the same shape.
-        dtype: the recorded dtype; None for that of `template`.
+        dtype: the recorded dtype; None for the dtype of `template`.
 
     Raises:
         MoefxError: the tensor differs. The submodule has run, so the original cannot run instead.

@@ -1,8 +1,8 @@
 """Derivatives of pointwise expressions: traced once from torch's autograd, run as straight-line ATen calls.
 
-The backward of an expert needs the derivative of the pointwise part between its GEMMs. There is no table of
-activations: autograd runs once on small tensors, and a dispatch mode records its ATen calls. Value and gradients share
-subexpressions. The recorded function runs inside an op, which has no autograd graph.
+The backward of an expert needs the derivative of the pointwise part between its GEMMs. No table of activations is
+needed: autograd runs once on small tensors, and a dispatch mode records its ATen calls. Value and gradients share
+subexpressions. The recorded function runs inside an op, where there is no autograd graph.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Derive SymPy formulas of an expert's pointwise part, and of its gradients, from ATen calls.
 
-No activation is special here. The expression runs once on small tensors, under torch's autograd and torch's own
-decompositions. A dispatch mode translates each call by `rules`. The derivatives are therefore torch's, also at kinks
-and infinities: relu has gradient 0 at 0, clamp passes the gradient at its bounds, hardtanh does not, and equal operands
-of maximum share it. Value and derivatives share subexpressions.
+There is no special case for any activation. The expression runs once on small tensors, under torch's autograd and
+decompositions. A dispatch mode translates each call by `rules`. So the derivatives are torch's, also at kinks and
+infinities: relu has gradient 0 at 0, clamp passes the gradient at its bounds, hardtanh does not, and equal operands of
+maximum share it. Value and derivatives share subexpressions.
 
 All formulas compute in float32. Casts are dropped, so they round less often than the original.
 """
@@ -35,12 +35,14 @@ def derive_formula(expr: Expr, names: Sequence[str] | None = None) -> Any:
     """Derive the SymPy formula of an expression.
 
     Args:
-        names: the variables in order, as symbols of the formula; by default those of the expression.
+        names: the variables in order, as symbols of the formula; by default the variables of the expression.
 
     Raises:
         Underivable: an op of the expression has no rule.
     """
-    return _formulas(to_canonical_text(expr), tuple(list_variables(expr) if names is None else names), None, ())[0]
+    return _derive_formulas(to_canonical_text(expr), tuple(list_variables(expr) if names is None else names), None, ())[
+        0
+    ]
 
 
 def derive_gradients(expr: Expr, grad: str, wrt: Sequence[str], ones: Sequence[str] = ()) -> list[Any]:
@@ -55,15 +57,15 @@ def derive_gradients(expr: Expr, grad: str, wrt: Sequence[str], ones: Sequence[s
         Underivable: an op of the expression has no rule.
     """
     other_names = [name for name in list_variables(expr) if name not in wrt]
-    value, *gradients = _formulas(to_canonical_text(expr), (*wrt, *other_names), grad, tuple(ones))
+    value, *gradients = _derive_formulas(to_canonical_text(expr), (*wrt, *other_names), grad, tuple(ones))
     return [value, *gradients[: len(wrt)]]
 
 
 @functools.lru_cache(maxsize=1024)
-def _formulas(text: str, names: tuple[str, ...], grad: str | None, ones: tuple[str, ...]) -> tuple[Any, ...]:
+def _derive_formulas(text: str, names: tuple[str, ...], grad: str | None, ones: tuple[str, ...]) -> tuple[Any, ...]:
     """Return the formula of the value and, if `grad` is given, its vector-Jacobian product for each name."""
 
-    def read() -> tuple[Any, ...]:
+    def trace() -> tuple[Any, ...]:
         try:
             return _trace_formulas(text, names, grad, ones, contextlib.nullcontext())
         except _NoRule as reason:
@@ -73,16 +75,16 @@ def _formulas(text: str, names: tuple[str, ...], grad: str | None, ones: tuple[s
             except Underivable:
                 raise reason from None
 
-    return run_in_fresh_thread(read)
+    return run_in_fresh_thread(trace)
 
 
 def _trace_formulas(
     text: str, names: Sequence[str], grad: str | None, ones: Sequence[str], outer_mode: Any
 ) -> tuple[Any, ...]:
-    reader = _FormulaTracer()
+    tracer = _FormulaTracer()
     try:
-        with reader, outer_mode:
-            inputs = [reader.input(S.One if name in ones else Symbol(name)) for name in names]
+        with tracer, outer_mode:
+            inputs = [tracer.input(S.One if name in ones else Symbol(name)) for name in names]
             value = compile_expression(text)(dict(zip(names, inputs, strict=True)))
             if not isinstance(value, torch.Tensor):
                 raise Underivable(f"{value} instead of an expression")
@@ -92,9 +94,9 @@ def _trace_formulas(
             if grad is not None:
                 gradients = [None] * len(names)
                 if value.requires_grad:
-                    seed = reader.input(S.One if grad in ones else Symbol(grad)).to(value.dtype)
+                    seed = tracer.input(S.One if grad in ones else Symbol(grad)).to(value.dtype)
                     gradients = torch.autograd.grad(value, inputs, seed, allow_unused=True)
-        return tuple(S.Zero if t is None else as_number(reader.value_of(t)) for t in (value, *gradients))
+        return tuple(S.Zero if t is None else as_number(tracer.get_formula(t)) for t in (value, *gradients))
     except Underivable:
         raise
     except Exception as error:  # torch raises many kinds for unsupported arguments
@@ -113,7 +115,7 @@ class _FormulaTracer(TorchDispatchMode):
         self.values: dict[int, Any] = {}
         self.known: dict[Any, Any] = {}
         self.alive: list[torch.Tensor] = []  # ids stay unique while the tensors live
-        self.within: list[str] = []  # names of the ops that are being decomposed
+        self.decomposing: list[str] = []  # names of the ops that are being decomposed
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -122,9 +124,9 @@ class _FormulaTracer(TorchDispatchMode):
     def input(self, value: Any) -> torch.Tensor:
         # Always float32, so that no type promotion occurs.
         tensor = torch.ones((2, 3), dtype=torch.float32, device="cpu", requires_grad=True)
-        return self._keep(tensor, value)
+        return self._record(tensor, value)
 
-    def _keep(self, tensor: torch.Tensor, value: Any) -> torch.Tensor:
+    def _record(self, tensor: torch.Tensor, value: Any) -> torch.Tensor:
         # Equal formulas become the same object, which makes later comparisons fast.
         self.values[id(tensor)] = self.known.setdefault(value, value)
         self.alive.append(tensor)
@@ -134,21 +136,21 @@ class _FormulaTracer(TorchDispatchMode):
         kwargs, name = kwargs or {}, _base_name(func)
         if name not in RULES:
             parts = decomposition_table.get(func, func.decompose)
-            self.within.append(name)
+            self.decomposing.append(name)
             with self:
                 output = parts(*args, **kwargs)
             if output is NotImplemented:
-                raise _NoRule(f"{' in '.join(dict.fromkeys([name, self.within[0]]))}, for which there is no rule")
-            self.within.pop()
+                raise _NoRule(f"{' in '.join(dict.fromkeys([name, self.decomposing[0]]))}, for which there is no rule")
+            self.decomposing.pop()
             return output
         output = func(*args, **kwargs)
         try:
-            value = RULES[name](*map(self.value_of, args), **{k: self.value_of(v) for k, v in kwargs.items()})
+            value = RULES[name](*map(self.get_formula, args), **{k: self.get_formula(v) for k, v in kwargs.items()})
         except (TypeError, AttributeError) as error:
             raise Underivable(f"{name} with arguments {args[1:]} {kwargs}") from error
-        return self._keep(output, value)
+        return self._record(output, value)
 
-    def value_of(self, argument: Any) -> Any:
+    def get_formula(self, argument: Any) -> Any:
         if isinstance(argument, torch.Tensor):
             # An unknown tensor is a constant that torch made from a number.
             value = self.values.get(id(argument))

@@ -134,9 +134,9 @@ Greater = _primitive("Greater", "({} > {})", Condition)
 GreaterEqual = _primitive("GreaterEqual", "({} >= {})", Condition)
 Equal = _primitive("Equal", "({} == {})", Condition)
 NotEqual = _primitive("NotEqual", "({} != {})", Condition)
-Both = _primitive("Both", "({} & {})", Condition)
-Either = _primitive("Either", "({} | {})", Condition)
-OneOf = _primitive("OneOf", "({} ^ {})", Condition)
+And = _primitive("And", "({} & {})", Condition)
+Or = _primitive("Or", "({} | {})", Condition)
+Xor = _primitive("Xor", "({} ^ {})", Condition)
 Not = _primitive("Not", "({} == 0)", Condition)
 
 

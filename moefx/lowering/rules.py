@@ -13,14 +13,13 @@ from ..ir.pointwise_expression import is_precision_cast
 from .formula import (
     Absolute,
     Add,
+    And,
     Asinh,
     Atan,
-    Both,
     Condition,
     Cos,
     Cosh,
     Divide,
-    Either,
     Equal,
     Erf,
     Erfc,
@@ -41,7 +40,7 @@ from .formula import (
     Negate,
     Not,
     NotEqual,
-    OneOf,
+    Or,
     Rsqrt,
     Sigmoid,
     Sign,
@@ -51,6 +50,7 @@ from .formula import (
     Subtract,
     Tanh,
     Where,
+    Xor,
     to_number,
 )
 
@@ -82,7 +82,7 @@ def _bitwise(function: Any) -> Callable[..., Any]:
 
 def _choose(condition: Any, a: Any, b: Any) -> Any:
     if isinstance(a, Condition) and isinstance(b, Condition):
-        return Either(Both(condition, a), Both(Not(condition), b))
+        return Or(And(condition, a), And(Not(condition), b))
     return Where(_as_condition(condition), as_number(a), as_number(b))
 
 
@@ -140,7 +140,7 @@ def _constant(value: Any, **_: Any) -> Any:
     return NotEqual(to_number(value), S.Zero) if isinstance(value, bool) else value
 
 
-def _always(value: Any) -> Callable[..., Any]:
+def _ignore_arguments(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
 
 
@@ -197,21 +197,21 @@ RULES: dict[str, Callable[..., Any]] = {
     },
     "where": _choose,
     "masked_fill": lambda x, mask, value: _choose(mask, value, x),
-    "logical_and": _logical(Both),
-    "logical_or": _logical(Either),
-    "logical_xor": _logical(OneOf),
+    "logical_and": _logical(And),
+    "logical_or": _logical(Or),
+    "logical_xor": _logical(Xor),
     "logical_not": _logical(Not),
-    **dict.fromkeys(("bitwise_and", "__and__"), _bitwise(Both)),
-    **dict.fromkeys(("bitwise_or", "__or__"), _bitwise(Either)),
-    **dict.fromkeys(("bitwise_xor", "__xor__"), _bitwise(OneOf)),
+    **dict.fromkeys(("bitwise_and", "__and__"), _bitwise(And)),
+    **dict.fromkeys(("bitwise_or", "__or__"), _bitwise(Or)),
+    **dict.fromkeys(("bitwise_xor", "__xor__"), _bitwise(Xor)),
     "bitwise_not": _bitwise(Not),
     **dict.fromkeys(("_to_copy", "convert_element_type"), _cast),
     **dict.fromkeys(("clone", "detach", "alias", "view_of", "lift_fresh", "lift_fresh_copy"), lambda x, **_: x),
     **dict.fromkeys(("expand", "broadcast_in_dim"), lambda x, *_, **__: x),
     "copy_": lambda _, x, *__: x,
-    **dict.fromkeys(("zeros", "zeros_like", "new_zeros", "_efficientzerotensor"), _always(S.Zero)),
-    **dict.fromkeys(("ones", "ones_like", "new_ones"), _always(S.One)),
-    **dict.fromkeys(("empty", "empty_like", "empty_permuted", "new_empty"), _always(None)),
+    **dict.fromkeys(("zeros", "zeros_like", "new_zeros", "_efficientzerotensor"), _ignore_arguments(S.Zero)),
+    **dict.fromkeys(("ones", "ones_like", "new_ones"), _ignore_arguments(S.One)),
+    **dict.fromkeys(("empty", "empty_like", "empty_permuted", "new_empty"), _ignore_arguments(None)),
     **dict.fromkeys(("full", "full_like", "fill"), lambda _, value, **__: _constant(value)),
     "new_full": lambda _, size, value, **__: _constant(value),
     "scalar_tensor": _constant,

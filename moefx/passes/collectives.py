@@ -32,7 +32,7 @@ from torch import fx
 
 from ..errors import Refused
 from ..ir.block_graph import BlockGraph
-from ..ir.display_names import attribute_name
+from ..ir.display_names import get_attribute_name
 from ..ir.expert_placement import ExchangeRoutes, Placement
 from ..ir.graph_levels import eliminate_dead_code
 from ..ir.node_values import get_argument
@@ -68,7 +68,7 @@ def insert_collectives(
     block = block.copy()
     routed = RoutedRegion.of(block)
     if shared_values := routed.find_shared_values(trained):
-        names = (attribute_name(n) if n.op == "get_attr" else n.name for n in shared_values)
+        names = (get_attribute_name(n) if n.op == "get_attr" else n.name for n in shared_values)
         raise Refused(
             "the experts share a value: its gradient would include tokens of other ranks",
             culprits=tuple(dict.fromkeys(names))[:3],
@@ -151,7 +151,9 @@ def _hash_exchange(routed: RoutedRegion, sent: list[fx.Node], placement: Placeme
     def describe(node: Any) -> str:
         return "parameter" if node.op == "get_attr" else f"%{numbers.setdefault(node, len(numbers))}"
 
-    lines = [f"{placement.places} {dataclasses.replace(routes, levels=(), position=0, timeout=None)} {routes.sizes}"]
+    lines = [
+        f"{placement.physical_ids} {dataclasses.replace(routes, levels=(), position=0, timeout=None)} {routes.sizes}"
+    ]
     for node in sent:
         value = node.meta.get("val")
         lines.append(f"{describe(node)} {getattr(value, 'dtype', None)} {node.meta.get('letters')} {_width(value)}")
@@ -166,7 +168,7 @@ def _insert_destinations(routed: RoutedRegion, placement: Placement, routes: Exc
     if routed.pft.kwargs.get("capacity") is not None:
         keep = routed.emit_keep_mask()  # dropped slots are not sent
     per_rank = placement.experts_per_rank
-    positions = [routes.position_of(p // per_rank) * per_rank + p % per_rank for p in placement.places]
+    positions = [routes.position_of(p // per_rank) * per_rank + p % per_rank for p in placement.physical_ids]
     letters = topk_ids.meta.get("letters", ("S", "K"))
     return routed.call(ops.place_choices.default, (topk_ids, keep), {"places": positions}, letters)
 

@@ -31,7 +31,7 @@ class _NotFusible(Exception):
 
 
 @dataclasses.dataclass
-class _Up:
+class _UpProjection:
     gemm: fx.Node
     value: fx.Node  # the GEMM with its bias
     bias: fx.Node | None
@@ -77,34 +77,34 @@ class _Fusion:
         self.rows: fx.Node = get_argument(combine, "rows")
         pft, _ = read_item(get_argument(combine, "expert_offsets"))
         self.weights = {n for n in pft.users if read_item(n)[1] == PftResult.COMBINE_WEIGHTS}
-        self.ups: list[_Up] = []
+        self.up_projections: list[_UpProjection] = []
         self.parts: list[tuple[int, int | None, int | None, int]] = []
         self.scale: Any = None  # factor of the experts' input, an expression of the routing weight
 
     def apply(self) -> None:
         down, down_bias = self._find_gemm_below(self.rows)
-        top = self._find_biased(down, down_bias)
-        out = self._build_expression(self.rows, {top: "y"})
+        biased_down = self._get_biased_product(down, down_bias)
+        out = self._build_expression(self.rows, {biased_down: "y"})
         act = self._build_expression(get_argument(down, "rows"), {}, parts=True)
-        if not self.ups:
+        if not self.up_projections:
             raise _NotFusible("no up-projection before the last matrix product")
-        if len(dtypes := {_get_dtype(gemm) for gemm in (*(u.gemm for u in self.ups), down)}) > 1:
+        if len(dtypes := {_get_dtype(gemm) for gemm in (*(u.gemm for u in self.up_projections), down)}) > 1:
             raise _NotFusible(f"the matrix products are in {' and '.join(sorted(map(str, dtypes)))}")
         x = self._find_input()
         if self.scale is not None:
-            if any(up.bias is not None for up in self.ups):
+            if any(up.bias is not None for up in self.up_projections):
                 raise _NotFusible("the routing weight scales the input of a biased product")
-            act = _scale_ups(act, self.scale)
+            act = _scale_up_projections(act, self.scale)
         body = ExpertBody(
-            up=tuple(self._build_gemm(u.gemm, u.bias) for u in self.ups),
+            up=tuple(self._build_gemm(u.gemm, u.bias) for u in self.up_projections),
             parts=tuple(self.parts),
             act=act,
             down=self._build_gemm(down, down_bias),
             out=out,
         )
         w = next(iter(self.weights), None) if body.uses_row_weight else None
-        biases = [b for u in self.ups if u.bias is not None for b in self._match_layout(u.gemm, u.bias)]
-        up = [t for u in self.ups for t in get_argument(u.gemm, "w")]
+        biases = [b for u in self.up_projections if u.bias is not None for b in self._match_layout(u.gemm, u.bias)]
+        up = [t for u in self.up_projections for t in get_argument(u.gemm, "w")]
         down_biases = self._match_layout(down, down_bias) if down_bias is not None else []
         parameters, dtype = _remove_casts([up, biases, [*get_argument(down, "w")], down_biases], _get_dtype(down))
         layout = (get_argument(self.combine, name) for name in ("token_ids", "expert_offsets", "inverse"))
@@ -169,12 +169,12 @@ class _Fusion:
             return [self.graph.call_function(aten.select.int, (biases[0], 0, e)) for e in range(num_weights)]
 
     def _build_gemm(self, gemm: fx.Node, bias: fx.Node | None) -> Gemm:
-        dtype = _get_dtype(self._find_biased(gemm, bias))
+        dtype = _get_dtype(self._get_biased_product(gemm, bias))
         bias_dtype = "" if dtype == _get_dtype(gemm) else str(dtype).removeprefix("torch.")
         num, transposed = len(get_argument(gemm, "w")), get_argument(gemm, "transposed")
         return Gemm(num, transposed, bias is not None, bias_dtype)
 
-    def _find_biased(self, gemm: fx.Node, bias: fx.Node | None) -> fx.Node:
+    def _get_biased_product(self, gemm: fx.Node, bias: fx.Node | None) -> fx.Node:
         return next(iter(gemm.users)) if bias is not None else gemm
 
     def _build_expression(self, node: Any, names: dict[fx.Node, str], parts: bool = False) -> Any:
@@ -201,19 +201,19 @@ class _Fusion:
         if self.weights.isdisjoint(collect_ancestors(node)):
             raise _NotFusible(f"{_label_node(column)} is not pointwise")
 
-        def found(value: Any) -> Any:
+        def build(value: Any) -> Any:
             if not isinstance(value, fx.Node):
                 return value
             if value in self.weights:
                 return "w"
             if not _is_pointwise(value) or value.target is aten.detach.default:
                 raise _NotFusible(f"{_label_node(value)} stands between the routing weight and the rows")
-            return _build_op_expression(value, [found(a) for a in value.args])
+            return _build_op_expression(value, [build(a) for a in value.args])
 
-        return found(column)
+        return build(column)
 
     def _match_part(self, node: fx.Node) -> str | None:
-        """Return `a0`, `a1`, ... for an up-projection or a slice of it, else None."""
+        """Return `a0`, `a1`, ... for an up-projection or a slice of one, otherwise None."""
         start, stop, step, base = None, None, 1, node
         if node.target is aten.slice.Tensor and get_argument(node, "dim") in (1, -1):
             base, start, stop, step = (get_argument(node, name) for name in ("self", "start", "end", "step"))
@@ -226,12 +226,12 @@ class _Fusion:
                 return None
         if gemm is None:
             return None
-        if self._find_biased(gemm, bias) is not base or (bias is None and self._find_bias(gemm) is not None):
+        if self._get_biased_product(gemm, bias) is not base or (bias is None and self._find_bias(gemm) is not None):
             return None
-        group = next((i for i, u in enumerate(self.ups) if u.gemm is gemm), None)
+        group = next((i for i, u in enumerate(self.up_projections) if u.gemm is gemm), None)
         if group is None:
-            group = len(self.ups)
-            self.ups.append(_Up(gemm, base, bias))
+            group = len(self.up_projections)
+            self.up_projections.append(_UpProjection(gemm, base, bias))
         part = (group, start, stop, step)
         if part not in self.parts:
             self.parts.append(part)
@@ -240,7 +240,7 @@ class _Fusion:
     def _find_input(self) -> fx.Node:
         """Return the tokens that all up-projections gather, and set `scale`."""
         inputs = []
-        for up in self.ups:
+        for up in self.up_projections:
             rows, scale = get_argument(up.gemm, "rows"), None
             if rows.target is aten.mul.Tensor:
                 weights = {a: self._match_weight(a) for a in rows.all_input_nodes}
@@ -296,11 +296,11 @@ def _get_shape(node: fx.Node) -> Any:
     return getattr(node.meta.get("val"), "shape", None)
 
 
-def _scale_ups(expr: Any, weight: Any) -> Any:
+def _scale_up_projections(expr: Any, weight: Any) -> Any:
     """Multiply each up-projection in an expression by `weight`, an expression of the routing weight."""
     if isinstance(expr, str) and expr.startswith("a") and expr[1:].isdigit():
         return ["mul.Tensor", expr, weight]
-    return [expr[0], *(_scale_ups(e, weight) for e in expr[1:])] if isinstance(expr, list) else expr
+    return [expr[0], *(_scale_up_projections(e, weight) for e in expr[1:])] if isinstance(expr, list) else expr
 
 
 def _build_op_expression(node: fx.Node, args: list[Any]) -> Any:

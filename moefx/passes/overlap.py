@@ -1,13 +1,13 @@
 """Schedule independent nodes between the start of an exchange and its wait.
 
-Such nodes are shared experts, experts of another chunk of tokens and, in the backward, the gradients of the experts'
+These nodes are shared experts, experts of another chunk of tokens and, in the backward, the gradients of the experts'
 matrices. Each start is scheduled as soon as its inputs exist, and each wait only when nothing else can run. Waits
 follow the order of the starts.
 
 Autograd runs the graph in reverse. The backward of a wait starts the exchange of gradients, and the backward of the
 start waits for it. `weights_later` marks the point in between at which the matrices' gradients are computed.
 
-Nodes that no start needs are placed right before the last waits, those for the experts' results. Their backward then
+Nodes that no start needs are placed right before the last waits, which wait for the experts' results. So their backward
 overlaps with the first exchange of gradients, and the matrices' gradients overlap with the last one.
 """
 
@@ -54,7 +54,7 @@ def overlap_exchanges(block: BlockGraph, plan: Any) -> BlockGraph:
 
 def _delay_weights(graph: fx.Graph, experts: fx.Node) -> None:
     """Insert `weights_later` between the start and the wait of the experts' rows. Of several hops, take the first one,
-    between nodes, which takes longest. Its inputs may come later: `_schedule` orders the nodes."""
+    between nodes, which takes longest. `_schedule` moves the node behind its inputs."""
     wait = _find_first_wait(get_argument(experts, "x"))
     if wait is None:
         return

@@ -88,38 +88,38 @@ class PassManager:
         Raises:
             PassError: a pass changed its input, or its result is not legal.
         """
-        todo = _enabled(passes, plan)
-        _check(graph, made_by if isinstance(made_by, str) else get_pass_name(made_by), LEVELS[level])
-        first = _snapshot(graph, None, made_by, 1, 1 + len(todo), ms)
-        return self.extend(History(graph.name, (first,)), todo, plan, level=level)
+        enabled_passes = _select_enabled(passes, plan)
+        _check_graph(graph, made_by if isinstance(made_by, str) else get_pass_name(made_by), LEVELS[level])
+        first = _take_snapshot(graph, None, made_by, 1, 1 + len(enabled_passes), ms)
+        return self.extend(History(graph.name, (first,)), enabled_passes, plan, level=level)
 
     def extend(self, history: History, passes: Sequence[Pass], plan: Plan, *, level: str) -> History:
         """Run more passes on the last graph of a history, which has this level. All passes count as one pipeline."""
-        passes = _enabled(passes, plan)
+        passes = _select_enabled(passes, plan)
         graph, total = history.graph, len(history) + len(passes)
         snapshots, current = [snapshot.with_total(total) for snapshot in history], LEVELS[level]
         for index, function in enumerate(passes, start=len(snapshots) + 1):
-            before, fingerprint = graph, _fingerprint(graph)
+            before, fingerprint = graph, _list_node_facts(graph)
             start = time.perf_counter()
             graph = function(graph, plan)
             ms = (time.perf_counter() - start) * 1e3
             name = get_pass_name(function)
-            if _fingerprint(before) != fingerprint:
+            if _list_node_facts(before) != fingerprint:
                 raise PassError(f"pass {name} changed its input graph; it must work on graph.copy()")
             current = getattr(_unwrap(function), "level", current)
-            _check(graph, name, current)
+            _check_graph(graph, name, current)
             self._propagate(graph, before, name)
-            snapshots.append(_snapshot(graph, before, function, index, total, ms))
+            snapshots.append(_take_snapshot(graph, before, function, index, total, ms))
             graph = snapshots[-1].graph
         return dataclasses.replace(history, snapshots=tuple(snapshots))
 
     def _propagate(self, graph: BlockGraph, before: BlockGraph, name: str) -> None:
         """Compute the fake values of nodes that a pass made or changed, and of nodes whose inputs changed."""
-        mode = _fake_mode(graph)
+        mode = _find_fake_mode(graph)
         if mode is None:
             return
         old_nodes = {node.name: node for node in before.graph.nodes}
-        fakes = _Fakes(mode, self.block)
+        fakes = _FakeEvaluator(mode, self.block)
         changed_nodes: set[Node] = set()  # nodes with another shape or dtype than before the pass
         for node in graph.graph.nodes:
             if node.op not in ("call_function", "get_attr"):
@@ -135,17 +135,19 @@ class PassManager:
             if old_node is not None and node.meta.get("val") is old_node.meta.get("val"):
                 node.meta.pop("val", None)  # a copy of the old value: the pass declares none
             value = fakes.evaluate(node, name) if node.op == "call_function" else fakes.find(node)
-            if old_node is None or _shapes(value) != _shapes(old_node.meta.get("val")):
+            if old_node is None or _describe_shapes(value) != _describe_shapes(old_node.meta.get("val")):
                 changed_nodes.add(node)
             if value is None:
                 continue
-            if (declared := _shapes(node.meta.get("val"))) and declared != _shapes(value):
-                raise PassError(f"pass {name}: {node.name} is declared as {declared} but computes {_shapes(value)}")
+            if (declared := _describe_shapes(node.meta.get("val"))) and declared != _describe_shapes(value):
+                raise PassError(
+                    f"pass {name}: {node.name} is declared as {declared} but computes {_describe_shapes(value)}"
+                )
             if node.op == "call_function":
                 node.meta.setdefault("val", value)
 
 
-def _enabled(passes: Sequence[Pass], plan: Plan) -> list[Pass]:
+def _select_enabled(passes: Sequence[Pass], plan: Plan) -> list[Pass]:
     return [p for p in passes if get_pass_name(p) not in plan.disable]
 
 
@@ -166,7 +168,7 @@ def find_pass_location(function: Callable[..., Any]) -> str:
     return f"{shown_path}:{code.co_firstlineno}"
 
 
-class _Fakes:
+class _FakeEvaluator:
     def __init__(self, mode: FakeTensorMode, block: nn.Module | None):
         self.mode, self.block = mode, block
 
@@ -207,7 +209,7 @@ class _Fakes:
         return None if any(isinstance(v, TensorSpec) for v in results) else value
 
 
-def _check(graph: BlockGraph, name: str, level: Any) -> None:
+def _check_graph(graph: BlockGraph, name: str, level: Any) -> None:
     try:
         graph.graph.lint()
     except RuntimeError as error:
@@ -217,7 +219,7 @@ def _check(graph: BlockGraph, name: str, level: Any) -> None:
         raise PassError(f"pass {name}: not a legal graph of level {level.name!r}:\n  {violations_text}")
 
 
-def _snapshot(
+def _take_snapshot(
     graph: BlockGraph,
     before: BlockGraph | None,
     function: str | Callable[..., Any],
@@ -237,11 +239,19 @@ def _list_counted_nodes(graph: BlockGraph) -> set[tuple[str, Any]]:
     return {(n.name, n.target) for n in graph.graph.nodes if n.op not in ("get_attr", "output") and not is_getitem(n)}
 
 
-def _fingerprint(graph: BlockGraph) -> list[tuple[Any, ...]]:
-    """List what a pass must not change in its input: nodes, arguments and `BlockMeta`. Of a value, only shape and dtype
-    count."""
+def _list_node_facts(graph: BlockGraph) -> list[tuple[Any, ...]]:
+    """List the facts that a pass must not change in its input: nodes, arguments and `BlockMeta`, with the shapes and
+    dtypes of values."""
     return [
-        (n.name, n.op, n.target, n.args, n.kwargs, [n.meta.get(key) for key in _META_KEYS], _shapes(n.meta.get("val")))
+        (
+            n.name,
+            n.op,
+            n.target,
+            n.args,
+            n.kwargs,
+            [n.meta.get(key) for key in _META_KEYS],
+            _describe_shapes(n.meta.get("val")),
+        )
         for n in graph.graph.nodes
     ]
 
@@ -257,7 +267,7 @@ def _is_same_call(node: Node, other: Node) -> bool:
     )
 
 
-def _fake_mode(graph: BlockGraph) -> FakeTensorMode | None:
+def _find_fake_mode(graph: BlockGraph) -> FakeTensorMode | None:
     for node in graph.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, FakeTensor):
@@ -265,12 +275,12 @@ def _fake_mode(graph: BlockGraph) -> FakeTensorMode | None:
     return None
 
 
-def _shapes(value: Any) -> Any:
+def _describe_shapes(value: Any) -> Any:
     """Return the shapes and dtypes in a value, for comparison and messages."""
     if isinstance(value, (torch.Tensor, TensorSpec)):
         return tuple(map(str, value.shape)), value.dtype
     if isinstance(value, (tuple, list)):
-        return tuple(_shapes(v) for v in value)
+        return tuple(_describe_shapes(v) for v in value)
     return None
 
 

@@ -77,7 +77,7 @@ class AlignedEffect(NamedTuple):
 
 
 def rewrite(match: Match, samples: SizeSamples, names: Placeholders) -> tuple[Match, RewriteResult]:
-    """Rewrite a block to the dialect. Returns also the match that the rewrite holds for.
+    """Rewrite a block to the dialect. Also return the match for which the rewrite is valid.
 
     If the program takes another branch at some sizes, this may be the match for the other sizes only, with a guard.
     """
@@ -91,7 +91,7 @@ def rewrite(match: Match, samples: SizeSamples, names: Placeholders) -> tuple[Ma
 
 
 class Rewriter:
-    """Builds the graph of a match: the residual, the routed sum in its place, and the side effects."""
+    """Builds the graph of a match: the residual with the routed sum in it, and the side effects."""
 
     def __init__(self, match: Match, samples: SizeSamples, names: Placeholders):
         self.match, self.form = match, match.forms[0]
@@ -115,10 +115,10 @@ class Rewriter:
         own_effects = self._select_own_effects(effects, plan)
         self.residual.emit(plan)
         self._require_skipped_calls()
-        values = [self.residual.zip_value(list(leaves), "the output") for leaves in outputs]
+        values = [self.residual.merge_values(list(leaves), "the output") for leaves in outputs]
         attributes = self._emit_effects(own_effects)
         self._emit_output(values, outputs, own_effects)
-        _drop_dead(self.residual.graph)
+        _drop_dead_nodes(self.residual.graph)
         absorbed = sorted({part.fqn for g in self.match.groups for table in g.tables for part in table})
         return RewriteResult(self.residual.graph, out_spec, absorbed, self.residual.walk.recomputed_modules, attributes)
 
@@ -169,7 +169,7 @@ class Rewriter:
         extra_calls = self._find_random_draws() + self._find_skipped_calls()
         while True:  # a plan may find that a call must be inlined, which changes the calls around it
             before = set(self.residual.walk.inlined)
-            plan = self.residual.walk.plan(roots + self._outside_calls(extra_calls))
+            plan = self.residual.walk.plan(roots + self._replace_inner_draws(extra_calls))
             if self.residual.walk.inlined == before:
                 return plan
 
@@ -280,15 +280,15 @@ class Rewriter:
             )
         return [AlignedNodes(column) for column in zip(*skipped, strict=True)]
 
-    def _outside_calls(self, calls: list[AlignedNodes]) -> list[AlignedNodes]:
-        """Replace draws inside a submodule call by a result of that call, which makes the draws itself."""
+    def _replace_inner_draws(self, calls: list[AlignedNodes]) -> list[AlignedNodes]:
+        """Replace draws inside a submodule call by a result of the call, which makes the draws itself."""
         out = []
         for aligned in calls:
             call = self.residual.walk.inside_call(aligned.first)
             if call is None:
                 out.append(aligned)
             else:
-                out.append(AlignedNodes(_leaves(c.out)[0] for c in call))
+                out.append(AlignedNodes(_list_result_nodes(c.out)[0] for c in call))
         return out
 
     def _collect_effects(self) -> list[AlignedEffect]:
@@ -343,13 +343,13 @@ class Rewriter:
             if effect.kind == "attribute":
                 owner, _, name = str(effect.target).rpartition(".")
                 attributes.append(str(effect.target))
-                values = [self.residual.node(v.first) if isinstance(v, AlignedNodes) else v for v in leaves]
+                values = [self.residual.get_node(v.first) if isinstance(v, AlignedNodes) else v for v in leaves]
                 value = pytree.tree_unflatten(values, pytree.tree_structure(effect.node))
                 source = next(str(v.first.meta["source"]) for v in leaves if isinstance(v, AlignedNodes))
                 self.residual.call(setattr, (owner, name, value), {}, {"source": source})
                 continue
             aligned = leaves[0]
-            value = self.residual.node(aligned.first)
+            value = self.residual.get_node(aligned.first)
             if effect.kind == "buffer":
                 target = self.residual.graph.get_attr(str(effect.target))
                 if isinstance(get_tensor(self.match.block, str(effect.target)), nn.Parameter):  # through its `.data`
@@ -369,11 +369,11 @@ def _is_node(value: Any) -> bool:
     return isinstance(value, fx.Node)
 
 
-def _leaves(tree: Any) -> list[fx.Node]:
+def _list_result_nodes(tree: Any) -> list[fx.Node]:
     return [n for n in pytree.tree_leaves(tree) if isinstance(n, fx.Node)]
 
 
-def _drop_dead(graph: fx.Graph) -> None:
+def _drop_dead_nodes(graph: fx.Graph) -> None:
     """Remove unused nodes without effects and random draws."""
     for node in reversed(list(graph.nodes)):
         if node.users or node.op in ("output", "placeholder", "call_module") or is_random(node):

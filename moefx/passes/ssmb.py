@@ -1,7 +1,7 @@
-"""Sequence-sharded MoE blocks (X-MoE section 4.3): ranks that hold the same tokens route a shard each.
+"""Sequence-sharded MoE blocks (X-MoE section 4.3): of ranks that hold the same tokens, each routes one shard.
 
     topk_ids, topk_w, x = shard_tokens(...)          this rank's shard of the tokens
-    ...                                              routed and exchanged like all tokens of a rank
+    ...                                              routed and exchanged like the tokens of any rank
     out = unshard_tokens(sums)                       the sums of all shards
 
 Router, norms and shared experts still run on all tokens on each rank. Their gradients are equal on all ranks, since the

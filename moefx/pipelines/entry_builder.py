@@ -64,7 +64,7 @@ def read_entry(entry: Entry, *, replicate_dense: bool = False, **fields: Any) ->
         replicate_dense, fields: see `Ranking.build`.
 
     Raises:
-        InvalidPlan: moefx does not do what a field says, or `fields` are no fields of a plan.
+        InvalidPlan: moefx cannot run a field of the entry, or `fields` are no fields of a plan.
     """
     x = entry.layout
     if x.kept not in get_args(Checkpoint):
@@ -175,7 +175,7 @@ def _check_nodes(entry: Entry, plan: Plan, platform: Platform) -> None:
 
 
 def _find_device_type(model: nn.Module) -> str:
-    """Return the type of a model's device; on the meta device that of the ranks' devices."""
+    """Return the type of a model's device; for a model on the meta device, the type of the ranks' devices."""
     device_type = next((p.device.type for p in model.parameters() if not p.is_meta), None)
     return device_type or ("cuda" if torch.cuda.is_available() else "cpu")
 

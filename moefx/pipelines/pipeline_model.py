@@ -38,7 +38,7 @@ class Pipeline(nn.Module):
         vars(self)[STAGED] = group
         DDP_REFUSAL.install(self)
         ACCELERATED_PIPELINE_REFUSAL.install(self)
-        self._parts, self._split, self._order, self._group = stages, split, order, group
+        self._own_stages, self._split, self._order, self._group = stages, split, order, group
         self._sharded = [m for stage in stages for m in stage.model.modules() if isinstance(m, FSDPModule)]
         self._device = torch.device(group.mesh.device_type)
         if self._device.type == "cuda":
@@ -54,14 +54,14 @@ class Pipeline(nn.Module):
             if name in own_modules:
                 _add_module(self, name, own_modules[name])
         prefixes = tuple(f"{name}." for name in own_modules)
-        self._elsewhere = [name for name in group.names if not name.startswith(prefixes)]
+        self._names_elsewhere = [name for name in group.names if not name.startswith(prefixes)]
         self.register_load_state_dict_pre_hook(ShardOnLoad())
         self.register_load_state_dict_pre_hook(self._drop_other_stages)
         self.training = model.training
 
     @property
     def stages(self) -> dict[int, nn.Module]:
-        return {stage.number: stage.model for stage in self._parts}
+        return {stage.number: stage.model for stage in self._own_stages}
 
     def step(self, *inputs: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """Run a training step on all micro-batches, and add the gradients of the mean loss to `.grad`. Collective.
@@ -81,7 +81,7 @@ class Pipeline(nn.Module):
         if not torch.is_grad_enabled():
             raise InvalidInput("step() trains, and gradients are disabled here: call pipe.evaluate(...) for the loss")
         with self._load_micro_batches(inputs, kwargs, target, needs_target=True, trains=True):
-            losses = {"target": torch.arange(self._order.microbatches)} if self._last is not None else {}
+            losses = {"target": torch.arange(self._order.microbatches)} if self._last_stage is not None else {}
             self._schedule.step(**losses)
             return self._average_loss()
 
@@ -89,19 +89,19 @@ class Pipeline(nn.Module):
     def evaluate(self, *inputs: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """Return the loss of `step` without gradients. Collective."""
         with self._load_micro_batches(inputs, kwargs, target, needs_target=True):
-            run_forwards(self._parts, self._order, self._group.group, self._device)
+            run_forwards(self._own_stages, self._order, self._group.group, self._device)
             return self._average_loss()
 
     @torch.no_grad()
     def forward(self, *inputs: Any, **kwargs: Any) -> Tensor | None:
         """Return the model's output without gradients on the ranks of the last stage, None on others. Collective."""
         with self._load_micro_batches(inputs, kwargs, None, needs_target=False):
-            outputs = run_forwards(self._parts, self._order, self._group.group, self._device)
+            outputs = run_forwards(self._own_stages, self._order, self._group.group, self._device)
             return torch.cat(outputs) if outputs else None
 
     @property
-    def _last(self) -> Stage | None:
-        return next((stage for stage in self._parts if stage.port.is_last), None)
+    def _last_stage(self) -> Stage | None:
+        return next((stage for stage in self._own_stages if stage.port.is_last), None)
 
     @contextlib.contextmanager
     def _load_micro_batches(
@@ -119,7 +119,7 @@ class Pipeline(nn.Module):
             calls, batch = split_inputs(args, kwargs, self._order.microbatches)
             if trains and self.planned_batch is not None:
                 check_batch(args, kwargs, self.planned_batch)
-            if needs_target and self._last is not None:
+            if needs_target and self._last_stage is not None:
                 if target is None:
                     raise InvalidInput(
                         "step(..., target=) is missing on a rank of the last stage: pass it on every rank"
@@ -128,7 +128,7 @@ class Pipeline(nn.Module):
             seen = (*describe_inputs(*calls[0]), self.training)
             if seen != self._scheduled_inputs:
                 boundary = check_boundary(self._split, *calls[0])
-                for stage in self._parts:
+                for stage in self._own_stages:
                     stage.port.boundary = boundary.to(stage.sharding.find_hidden_dtype(boundary))
         except MoefxError as found:
             error = found
@@ -136,7 +136,7 @@ class Pipeline(nn.Module):
             self._rebuild_schedule(error, seen)
         elif error is not None:
             raise error
-        for stage in self._parts:
+        for stage in self._own_stages:
             stage.port.inputs, stage.port.losses = calls, []
             stage.port.targets = targets if stage.port.is_last else None
         try:
@@ -145,7 +145,7 @@ class Pipeline(nn.Module):
             self._scheduled_inputs = self._schedule = None  # torch's schedule keeps the losses of a step that failed
             raise
         finally:
-            for stage in self._parts:
+            for stage in self._own_stages:
                 stage.port.inputs, stage.port.targets = [], None
             for module in self._sharded:  # they stay gathered after a forward, and would hide new values
                 module.reshard()
@@ -158,27 +158,27 @@ class Pipeline(nn.Module):
             self._group.raise_together(
                 InvalidInput(f"ranks of a pipeline pass inputs of different shapes: {inputs}. Pass the same inputs")
             )
-        self._schedule = self._order.build(self._parts, self._group.group, self._device)
+        self._schedule = self._order.build(self._own_stages, self._group.group, self._device)
         self._scheduled_inputs = seen
 
     def _average_loss(self) -> Tensor:
-        losses = [] if self._last is None else self._last.port.losses
+        losses = [] if self._last_stage is None else self._last_stage.port.losses
         return self._group.average_loss(torch.stack(losses).mean() if losses else None)
 
     def train(self, mode: bool = True) -> Pipeline:
-        for stage in self._parts:
+        for stage in self._own_stages:
             stage.model.train(mode)
         self._split.dry_run.skeleton.train(mode)
         self.training = mode
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Pipeline:
-        for stage in self._parts:
+        for stage in self._own_stages:
             stage.model._apply(fn, recurse)
         return self
 
     def _drop_other_stages(self, _: nn.Module, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:
-        for name in self._elsewhere:
+        for name in self._names_elsewhere:
             state_dict.pop(prefix + name, None)
 
     def extra_repr(self) -> str:

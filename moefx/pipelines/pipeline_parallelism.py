@@ -187,7 +187,7 @@ def _check_call(model: nn.Module, mesh: DeviceMesh, plan: Plan | str | None, los
 
 
 def _remove_done_sizes(plan: Plan, done_sizes: dict[str, int]) -> Plan:
-    """Take out of a planner's layout what `pipeline` does. `compile` checks the rest.
+    """Remove the sizes that `pipeline` applies from a planner's layout. `compile` checks the rest.
 
     Args:
         done_sizes: stages, micro-batches, the stage of ZeRO, and whether layers run again.

@@ -78,7 +78,7 @@ def find_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, 
 
 
 class SkippedLayer(nn.Module):
-    """Stands for a layer of another stage, with its plain attributes, and returns the hidden states as they are."""
+    """Placeholder of a layer of another stage, with its plain attributes. Returns the hidden states unchanged."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()
@@ -89,7 +89,7 @@ class SkippedLayer(nn.Module):
 
 
 class EntryLayer(SkippedLayer):
-    """Stands for the layer before a stage's first one, and returns the hidden states that the stage has received."""
+    """Placeholder of the layer before a stage's first one. Returns the hidden states that the stage has received."""
 
     def __init__(self, layer: nn.Module, port: StagePort):
         super().__init__(layer)
@@ -101,7 +101,7 @@ class EntryLayer(SkippedLayer):
 
 
 class EndLayer(SkippedLayer):
-    """Stands for the layer after a stage's last one, and ends the forward."""
+    """Placeholder of the layer after a stage's last one. Ends the forward."""
 
     def __init__(self, layer: nn.Module, port: StagePort):
         super().__init__(layer)
@@ -126,7 +126,7 @@ class EndLayer(SkippedLayer):
 
 
 class AbsentModule(nn.Module):
-    """Stands for a module of another stage outside of the layers. Returns zeros in the shapes of its results.
+    """Placeholder of a module of another stage outside of the layers. Returns zeros in the shapes of its results.
 
     Args:
         module: the module. A copy without storage is kept, out of sight of `parameters()`.

@@ -167,6 +167,6 @@ def _reduce_architecture(
     sizes = dict(num_layers=len(has_experts), num_moe_layers=sum(has_experts))
     if is_last and 0 in own_stages:
         return architecture.replace(**sizes)
-    if is_last:  # one table, that of the head
+    if is_last:  # the only table is the head's
         return architecture.replace(**sizes, is_tied=True)
     return architecture.replace(**sizes, vocab_size=0, num_other=embedding if 0 in own_stages else 0)

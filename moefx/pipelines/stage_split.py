@@ -81,7 +81,7 @@ def count_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def read_split(split: Any) -> tuple[str | None, tuple[int, ...] | None]:
-    """Return the name of the layers and the number of layers of each stage, None for what `split` leaves open.
+    """Return the name of the layers and the number of layers of each stage; None for each that `split` leaves open.
 
     Raises:
         InvalidPlan: `split` is neither "auto" nor {name: [layers of each stage]}.

@@ -1,4 +1,4 @@
-"""What the stages of a pipeline tell each other outside of a step: errors, state dicts, the sum of losses."""
+"""Communication between the stages of a pipeline outside of a step: errors, state dicts, the sum of losses."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ class BlockForward:
         name: the block's name in the model, for messages.
         specialize: called when no program admits a call. It must be picklable and hold no module: copies of the
             block share it.
-        expert_layout: that of the experts over a mesh, None without one. The block then has its own experts only.
-        watch: detects that the block's own experts are overwritten; None without a mesh.
+        expert_layout: of the experts over a mesh, on which the block has its local experts only; None without a mesh.
+        watch: detects that the local experts are overwritten; None without a mesh.
     """
 
     def __init__(

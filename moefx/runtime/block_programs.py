@@ -75,7 +75,7 @@ class BlockPrograms:
             if not entry.program.key.admits(call):
                 continue
             entry.absorbed.check(self.name)
-            if not entry.holds():
+            if not entry.is_valid():
                 why = entry.describe_mismatch()
             elif (index := entry.find_failed_guard(self.block, leaves)) >= 0:
                 why = str(entry.program.guards[index])
@@ -97,7 +97,7 @@ class BlockPrograms:
         admitted = [entry for entry in self.entries if entry.program.key.admits(call)]
         for entry in admitted:
             entry.absorbed.check(self.name)
-        return [entry for entry in admitted if entry.holds()]
+        return [entry for entry in admitted if entry.is_valid()]
 
     def find_blocking_conditions(self, call: Specialization, leaves: Leaves) -> tuple[str, ...]:
         """Return the failed guards of programs with this specialization, if they mark another branch of the block."""

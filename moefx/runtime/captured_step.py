@@ -27,7 +27,7 @@ R = TypeVar("R")
 def capture_step(step: Callable[P, R], *, warm_up: int = 3) -> CapturedStep[P, R]:
     """Return a function that runs a training step as one CUDA graph, from its call number `warm_up + 1` on.
 
-    Each call trains: the first ones run `step` as it is, the next one captures it, and all from there on replay it::
+    Each call trains: the first ones run `step` eagerly, the next one captures it, and all later ones replay it::
 
         def train(x, target):
             loss = loss_fn(model(x), target)
@@ -78,7 +78,7 @@ class CapturedStep(Generic[P, R]):
     def __init__(self, step: Callable[P, R], warm_up: int):
         self._step, self._warm_up = step, warm_up
         self._stream = torch.cuda.Stream()
-        self._graph: _Graph | None = None
+        self._graph: _StepGraph | None = None
         self.calls, self.is_freed = 0, False
 
     @property
@@ -100,7 +100,7 @@ class CapturedStep(Generic[P, R]):
             result = self._run_eagerly(*args, **kwargs)
         else:
             if self._graph is None:
-                self._graph = _Graph(self._step, leaves, tree, self._stream)
+                self._graph = _StepGraph(self._step, leaves, tree, self._stream)
                 _free_before_groups_end(self)
             result = self._graph.replay(leaves, tree)
         self.calls += 1
@@ -124,7 +124,7 @@ class CapturedStep(Generic[P, R]):
             graph.free()
 
 
-class _Graph:
+class _StepGraph:
     """The graph of a step, with its inputs, results, and the options of the optimizers that it runs."""
 
     def __init__(self, step: Callable[..., Any], leaves: list[Any], tree: pytree.TreeSpec, stream: torch.cuda.Stream):
@@ -138,14 +138,14 @@ class _Graph:
         hook = register_optimizer_step_post_hook(lambda optimizer, *_: self.optimizers.append(optimizer))
         torch.cuda.synchronize()
         try:
-            # other threads, such as those of data loaders, may call what CUDA forbids in a capture
+            # other threads, such as data loaders, may make calls that CUDA forbids in a capture
             with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
                 try:
                     self.results = step(*args, **kwargs)
                 except Exception as error:
                     failed = error
                     raise
-        except Exception as error:  # also an error of the end of the capture, which hides that of the step
+        except Exception as error:  # the end of the capture may raise another error, which hides the step's
             if failed is not None and not _is_capture_error(failed):
                 raise failed  # noqa: B904 - as the step raised it
             cause = failed or error
@@ -165,30 +165,30 @@ class _Graph:
                 f"the step was captured with arguments of the form {self.tree}, and is called with {tree}"
             )
         _refuse_gradients(leaves)
-        for number, (static, argument) in enumerate(zip(self.expected, leaves, strict=True)):
-            if described := _describe_difference(static, argument):
+        for number, (captured_value, argument) in enumerate(zip(self.expected, leaves, strict=True)):
+            if described := _describe_difference(captured_value, argument):
                 raise InvalidInput(
                     f"argument {number} of the captured step {described}: a graph has the shapes and numbers of its "
                     "capture. Pad the batch, or call the step itself for this one"
                 )
         self._check_options()
         with torch.no_grad():
-            for static, argument in zip(self.inputs, leaves, strict=True):
-                if _is_on_gpu(static):
-                    static.copy_(argument, non_blocking=True)
+            for captured_value, argument in zip(self.inputs, leaves, strict=True):
+                if _is_on_gpu(captured_value):
+                    captured_value.copy_(argument, non_blocking=True)
         self.graph.replay()
         return pytree.tree_map_only(Tensor, torch.clone, self.results)
 
     def _check_options(self) -> None:
-        now = dict(self._read_options())
-        if now.keys() != self.options.keys():
+        options = dict(self._read_options())
+        if options.keys() != self.options.keys():
             raise InvalidInput("an optimizer has other groups of parameters than in the capture: capture again")
         for name, value in self.options.items():
-            if now[name] != value:
+            if options[name] != value:
                 raise InvalidInput(
-                    f"{name} changed from {value} to {now[name]} since the capture, and the graph still uses {value}. "
-                    'Make it a tensor on the GPU (`lr=torch.tensor(1e-3, device="cuda")`) and fill that, or capture '
-                    "again"
+                    f"{name} changed from {value} to {options[name]} since the capture, and the graph still uses "
+                    f"{value}. Make it a tensor on the GPU "
+                    '(`lr=torch.tensor(1e-3, device="cuda")`) and fill that, or capture again'
                 )
 
     def _read_options(self) -> Iterator[tuple[str, Any]]:
@@ -238,30 +238,36 @@ def _is_capture_error(error: Exception) -> bool:
     return isinstance(error, (RuntimeError, MoefxError)) and "captur" in str(error).lower()
 
 
-def _is_equal(static: Any, argument: Any) -> bool:
+def _is_equal(captured_value: Any, argument: Any) -> bool:
     """Return whether two arguments on the CPU are equal: tensors of one shape and dtype, or other values. NaN equals
     NaN."""
-    if isinstance(static, Tensor):
-        is_nan = (static != static) & (argument != argument)
-        return torch.equal(static, argument) or bool(((static == argument) | is_nan).all())
-    if static is argument or type(static) is not type(argument):
-        return static is argument
-    if _is_numpy(static):
-        forms = [(value.shape, value.dtype, value.tobytes()) for value in (static, argument)]
+    if isinstance(captured_value, Tensor):
+        is_nan = (captured_value != captured_value) & (argument != argument)
+        return torch.equal(captured_value, argument) or bool(((captured_value == argument) | is_nan).all())
+    if captured_value is argument or type(captured_value) is not type(argument):
+        return captured_value is argument
+    if _is_numpy(captured_value):
+        forms = [(value.shape, value.dtype, value.tobytes()) for value in (captured_value, argument)]
         return forms[0] == forms[1]
-    return bool(static == argument) or (static != static and argument != argument)
+    return bool(captured_value == argument) or (captured_value != captured_value and argument != argument)
 
 
-def _describe_difference(static: Any, argument: Any) -> str:
+def _describe_difference(captured_value: Any, argument: Any) -> str:
     """Say how an argument differs from the captured one in more than the values of a tensor on the GPU; "" if not."""
-    if not isinstance(static, Tensor) or not isinstance(argument, Tensor):
-        return "" if _is_equal(static, argument) else f"changed from {static!r} to {argument!r} since the capture"
-    if static.shape != argument.shape or static.dtype != argument.dtype:
-        captured, now = (f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in (static, argument))
-        return f"changed from {captured} to {now} since the capture"
-    if static.is_cuda != argument.is_cuda:
-        return f"was on {static.device} in the capture, and is on {argument.device} now"
-    if not static.is_cuda and not _is_equal(static, argument):
+    if not isinstance(captured_value, Tensor) or not isinstance(argument, Tensor):
+        return (
+            ""
+            if _is_equal(captured_value, argument)
+            else f"changed from {captured_value!r} to {argument!r} since the capture"
+        )
+    if captured_value.shape != argument.shape or captured_value.dtype != argument.dtype:
+        captured_text, current_text = (
+            f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in (captured_value, argument)
+        )
+        return f"changed from {captured_text} to {current_text} since the capture"
+    if captured_value.is_cuda != argument.is_cuda:
+        return f"was on {captured_value.device} in the capture, and is on {argument.device} now"
+    if not captured_value.is_cuda and not _is_equal(captured_value, argument):
         return "was on the CPU in the capture, and has other values now"
     return ""
 
@@ -269,8 +275,8 @@ def _describe_difference(static: Any, argument: Any) -> str:
 # -- the end of process groups
 
 _captured: weakref.WeakSet[CapturedStep[Any, Any]] = weakref.WeakSet()
-# functions that take the place of `ProcessGroup.shutdown`, with the attribute of the class that each replaced: of C++
-# methods, `ProcessGroup.shutdown` itself is a function that would not become a method again
+# functions that replace `ProcessGroup.shutdown`, with the class attribute that each one replaced. The attribute is read
+# statically: for a C++ method, `ProcessGroup.shutdown` is a function that would not become a method again
 _replaced: weakref.WeakKeyDictionary[Callable[..., None], Any] = weakref.WeakKeyDictionary()
 
 

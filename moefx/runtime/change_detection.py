@@ -168,12 +168,12 @@ class ReadAttributes:
 
     def find_change(self) -> tuple[AttributeLocation, Any] | None:
         """Return the first changed attribute and its new value."""
-        for where, value in self.values.items():
-            now = read_value(self.block, where)
+        for location, value in self.values.items():
+            now = read_value(self.block, location)
             if not (
                 now is read_value(self.block, value) if isinstance(value, AttributeLocation) else is_same(now, value)
             ):
-                return where, now
+                return location, now
         return None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -186,10 +186,10 @@ class _AttributeLists:
     def __init__(self, block: nn.Module, values: Mapping[AttributeLocation, Any]):
         by_owner: dict[int, tuple[Any, dict[str, Any]]] = {}
         self.holders: list[tuple[dict[str, Any], str, Any]] = []
-        self.shared: list[tuple[Any, str, Any]] = []  # attributes of classes
+        self.class_attributes: list[tuple[Any, str, Any]] = []  # attributes of classes
         self.tied: list[tuple[Any, str, Any, str]] = []
-        for where, value in values.items():
-            holders, name = find_holders(block, where), where.attribute
+        for location, value in values.items():
+            holders, name = find_holders(block, location), location.attribute
             owner = holders[-1][1]
             if isinstance(value, StoredForward):
                 self.holders.append((owner._modules, name, owner._modules.get(name)))
@@ -198,16 +198,16 @@ class _AttributeLists:
             elif name in getattr(owner, "__dict__", ()) and is_comparable(value):
                 by_owner.setdefault(id(owner), (owner, {}))[1][name] = value
             else:
-                self.shared.append((owner, name, value))
+                self.class_attributes.append((owner, name, value))
             for (_, outer), (attribute, inner) in itertools.pairwise(holders):
                 if attribute in getattr(outer, "__dict__", ()):
                     self.holders.append((vars(outer), attribute, inner))
                 else:
-                    self.shared.append((outer, attribute, inner))
+                    self.class_attributes.append((outer, attribute, inner))
         by_names: dict[tuple[str, ...], list[tuple[Any, dict[str, Any]]]] = {}
         for owner, attributes in by_owner.values():
             by_names.setdefault(tuple(attributes), []).append((vars(owner), attributes))
-        self.held = [
+        self.owner_lists = [
             (get, [state for state, _ in pairs], [get(attributes) for _, attributes in pairs])
             for names, pairs in by_names.items()
             for get in [itemgetter(*names)]
@@ -216,9 +216,9 @@ class _AttributeLists:
     def are_unchanged(self) -> bool:
         try:
             return (
-                all([list(map(get, states)) == expected for get, states, expected in self.held])
+                all([list(map(get, states)) == expected for get, states, expected in self.owner_lists])
                 and all([holder.get(name) is it for holder, name, it in self.holders])
-                and all([is_same(getattr(owner, name, MISSING), value) for owner, name, value in self.shared])
+                and all([is_same(getattr(owner, name, MISSING), value) for owner, name, value in self.class_attributes])
                 and all([getattr(a, name) is getattr(b, other) for a, name, b, other in self.tied])
             )
         except Exception:  # an attribute is gone, or its values do not compare
@@ -232,8 +232,7 @@ def find_hook_kind(module: nn.Module) -> str:
 
 
 def find_absorbed_names(block: nn.Module, graph: BlockGraph, repeated: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the submodules that a graph replaces: those that are not called, and neither contain nor belong to a
-    called one.
+    """Return the submodules that a graph replaces: they are not called, and neither contain nor belong to a called one.
 
     Args:
         repeated: modules that the graph calls and whose parts it also computes. The parts count as absorbed.

@@ -21,14 +21,15 @@ class InstalledProgram:
         self.program, self.absorbed = program, absorbed
         block = absorbed.block  # may be a copy of the program's block, with other tensors
         values = {
-            w: snapshot(read_value(block, w)) if belongs_to_block(v) else v for w, v in program.attributes.items()
+            location: snapshot(read_value(block, location)) if belongs_to_block(value) else value
+            for location, value in program.attributes.items()
         }
         self.attributes = ReadAttributes(block, values)
         self.code = StoredForward(block)
         self.kinds = {name: _read_kind(block, name) for name in program.read_names}
         self.failed = False  # a call failed after a tensor or module was replaced: check kinds from then on
 
-    def holds(self) -> bool:
+    def is_valid(self) -> bool:
         """Return whether the block's code and attributes are those that the program was compiled for."""
         return (
             self.code.holds(self.absorbed.block)
@@ -51,16 +52,16 @@ class InstalledProgram:
         return self.program.find_failed_guard(block, leaves)
 
     def describe_mismatch(self) -> str:
-        """Say which change makes `holds()` false."""
+        """Say which change makes `is_valid()` false."""
         if not self.code.holds(block := self.absorbed.block):
             return f"the forward of {type(block).__name__} is not the one of {self.code.cls.__name__} that was compiled"
         if self.attributes.are_unchanged():
             return f"{self.find_replaced()} has another shape, dtype or class now"
-        where, now = self.attributes.find_change() or (AttributeLocation("", ""), None)
-        if isinstance(other := self.attributes.values.get(where), AttributeLocation):
-            return f"{where} and {other} were one tensor and are two now"
+        location, now = self.attributes.find_change() or (AttributeLocation("", ""), None)
+        if isinstance(other := self.attributes.values.get(location), AttributeLocation):
+            return f"{location} and {other} were one tensor and are two now"
         shown = f"a {type(now).__name__}" if isinstance(now, nn.Module) else repr(now)
-        return f"{where} == {self.attributes.values.get(where)!r}: it is {shown} now, and the forward reads it"
+        return f"{location} == {self.attributes.values.get(location)!r}: it is {shown} now, and the forward reads it"
 
     def run_after(self, pass_name: str, block: nn.Module, leaves: Leaves) -> Any:
         """Run the graph after the named pass."""
@@ -79,5 +80,5 @@ def _read_value(block: nn.Module, name: str) -> torch.Tensor | nn.Module | None:
     """Return the tensor or module of a name; None if nothing has that name."""
     owner, _, key = name.rpartition(".")
     module = find_owner(block, AttributeLocation(owner, key))
-    held = () if module is None else (module._parameters, module._buffers, module._modules)
-    return next((d[key] for d in held if key in d), None)
+    registries = () if module is None else (module._parameters, module._buffers, module._modules)
+    return next((d[key] for d in registries if key in d), None)

@@ -14,9 +14,9 @@ from ..ir.guards.attribute_reads import AttributeLocation
 from ..ir.guards.stored_values import list_comparisons
 
 
-def _format_attribute_expression(where: AttributeLocation) -> str | None:
+def _format_attribute_expression(location: AttributeLocation) -> str | None:
     """Return Python source that reads an attribute of `self`; None if its name is no identifier."""
-    owners, names = filter(None, where.module.split(".")), filter(None, [where.name, *where.inner.split(".")])
+    owners, names = filter(None, location.module.split(".")), filter(None, [location.name, *location.inner.split(".")])
     parts = [("_modules", p) for p in owners] + [("_parameters", p) for p in names]
     if not all(p.isidentifier() or p.isdigit() for _, p in parts):
         return None
@@ -81,16 +81,16 @@ class Program:
 
     def _compile_attributes(self) -> Callable[..., bool]:
         tests, scope = ["True"], {}
-        for i, (where, value) in enumerate(self.attributes.items()):
-            if where.module.startswith("@") and callable(value):
+        for i, (location, value) in enumerate(self.attributes.items()):
+            if location.module.startswith("@") and callable(value):
                 continue  # Dynamo guards the functions that it traces
-            if where.module.startswith("@"):
-                scope[f"m{i}"] = sys.modules.get(where.module[1:])
-                path = f"m{i}.{'.'.join(filter(None, where[1:]))}"
+            if location.module.startswith("@"):
+                scope[f"m{i}"] = sys.modules.get(location.module[1:])
+                path = f"m{i}.{'.'.join(filter(None, location[1:]))}"
             elif isinstance(value, AttributeLocation):
-                tests.append(f"{_format_attribute_expression(where)} is {_format_attribute_expression(value)}")
+                tests.append(f"{_format_attribute_expression(location)} is {_format_attribute_expression(value)}")
                 continue
-            elif where.module in self.absorbed or (path := _format_attribute_expression(where)) is None:
+            elif location.module in self.absorbed or (path := _format_attribute_expression(location)) is None:
                 continue
             for expression, part in list_comparisons(path, value):
                 name = f"v{len(scope)}"
@@ -111,7 +111,7 @@ class Program:
     @property
     def holds_for(self) -> str:
         """The specialization as text. Shows the mode of submodules if the block's own mode does not matter."""
-        modes = {bool(value) for where, value in self.attributes.items() if where.name == "training"}
+        modes = {bool(value) for location, value in self.attributes.items() if location.name == "training"}
         text = str(self.key)
         if self.key.training is None and len(modes) == 1:
             return text.replace("any mode", "train" if modes.pop() else "eval", 1)
@@ -121,12 +121,12 @@ class Program:
         """Return the specialization, and attributes with other values than in `other`: `eval (x: ...), top_k == 3`."""
         items = self.attributes.items()
         values = [
-            f"{where} == {value!r}"
-            for where, value in items
-            if where.name != "training"
+            f"{location} == {value!r}"
+            for location, value in items
+            if location.name != "training"
             and isinstance(value, (bool, int, float, str))
-            and where in other.attributes
-            and other.attributes[where] != value
+            and location in other.attributes
+            and other.attributes[location] != value
         ]
         return ", ".join([self.holds_for, *values])
 

@@ -31,8 +31,8 @@ class ProgramRequests:
 
     Attributes:
         specialize: makes a program; None makes no requests.
-        refusals: the reasons of refused requests. "" if a request is not to be repeated, and has no reason of its own:
-            it was accepted, or would fail at a guard that no other proof avoids.
+        refusals: the reasons of refused requests. "" if a request must not be repeated for another reason: it was
+            accepted, or would fail at a guard that no other proof avoids.
         traced_refusals: the reasons of requests that Dynamo refused without values. An eager call asks again.
         is_running: a thread is making a program.
     """
@@ -70,7 +70,7 @@ class ProgramRequests:
         with compile_lock():
             if args is not None and len(programs.entries) > known:
                 entry = programs.find(call, leaves)
-                if isinstance(entry, InstalledProgram):  # another thread compiled it meanwhile
+                if isinstance(entry, InstalledProgram):  # another thread has compiled it
                     return entry
             request = call, programs.find_blocking_conditions(call, leaves)
             if (reason := self._find_settled(request, is_traced)) is not None:

@@ -87,7 +87,11 @@ def count_collectives():
     with (
         mock.patch.object(gather, "start_gather", count_calls("gather", gather.start_gather)),
         mock.patch.object(gather, "start_scatter", count_calls("scatter", gather.start_scatter)),
-        mock.patch.object(moefx.ir.ops.row_exchange, "start", count_calls("uneven", moefx.ir.ops.row_exchange.start)),
+        mock.patch.object(
+            moefx.ir.ops.row_exchange,
+            "start_all_to_all",
+            count_calls("uneven", moefx.ir.ops.row_exchange.start_all_to_all),
+        ),
         mock.patch.object(dist, "all_gather", count_calls("hosts", dist.all_gather)),
         mock.patch.object(torch.Tensor, "cpu", count_calls("copies", torch.Tensor.cpu)),
     ):
@@ -138,7 +142,7 @@ def simulate_device(per_byte: float = 1e-12):
     """Simulate devices that run asynchronously to their hosts, with links of this speed."""
     topology, choice = moefx.runtime.ranks.topology, moefx.distribution.dispatch_choice
     with (
-        mock.patch.object(choice, "_runs_ahead", lambda axis: True),
+        mock.patch.object(choice, "_host_runs_ahead", lambda axis: True),
         mock.patch.object(topology, "measure_link", lambda *_: Link(1e-5, per_byte)),
         mock.patch.object(topology, "measure_handling", lambda *_: 0.0),
     ):

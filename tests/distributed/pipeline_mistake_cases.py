@@ -145,7 +145,7 @@ def case_models_that_cannot_be_cut() -> None:
 def case_results_of_a_stage() -> None:
     """Check a stage's result in its own process: other stages would wait for it."""
     pipe = build(Decoder("gated", "joined"), make_mesh(pp=2, ep=2), loss_fn=lambda output, target: output.sum(-1))
-    (stage,) = pipe._parts
+    (stage,) = pipe._own_stages
     stage.port.boundary = torch.empty(8, LENGTH, D, device="meta")
     stage.port.inputs, stage.port.targets = [((IDS,), {})], [IDS]
     if stage.number == 0:

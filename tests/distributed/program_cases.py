@@ -53,7 +53,7 @@ def count_collectives():
 
     all_to_all_single, cpu = dist.all_to_all_single, torch.Tensor.cpu
     with (
-        mock.patch.object(moefx.ir.ops.row_exchange, "start", start_and_count),
+        mock.patch.object(moefx.ir.ops.row_exchange, "start_all_to_all", start_and_count),
         mock.patch.object(dist, "all_to_all_single", count_exchange),
         mock.patch.object(torch.Tensor, "cpu", copy_and_count),
     ):
@@ -70,8 +70,8 @@ def collect_received():
         found.append(rows.untyped_storage())
         return rows
 
-    of_exchange = moefx.ir.ops.row_exchange.start
-    with mock.patch.object(moefx.ir.ops.row_exchange, "start", start_and_collect):
+    of_exchange = moefx.ir.ops.row_exchange.start_all_to_all
+    with mock.patch.object(moefx.ir.ops.row_exchange, "start_all_to_all", start_and_collect):
         yield found
 
 
@@ -108,8 +108,10 @@ def case_weights_while_gradients_travel() -> None:
         events.clear()
         with (
             mock.patch.object(backward, "providers", providers),
-            mock.patch.object(moefx.ir.ops.row_exchange, "start", record_calls("start", start_all_to_all)),
-            mock.patch.object(moefx.ir.ops.row_exchange, "wait", record_calls("wait", wait_for_collective)),
+            mock.patch.object(moefx.ir.ops.row_exchange, "start_all_to_all", record_calls("start", start_all_to_all)),
+            mock.patch.object(
+                moefx.ir.ops.row_exchange, "wait_for_collective", record_calls("wait", wait_for_collective)
+            ),
         ):
             out.sum().backward()
         rows, weights = events.index("rows"), events.index("weights")

@@ -82,7 +82,7 @@ def case_verify_detects_wrong_gradients() -> None:
         block = BLOCKS[kind]()
         compiled = moefx.compile(copy.deepcopy(block), mesh=mesh, plan=plan, example_inputs=(torch.zeros(9, D),))
         moefx.verify(compiled, block, (draw_same_tokens(mesh, 13).float(),), routings=False).raise_if_failed()
-        with mock.patch.object(moefx.ir.ops.sequence_shards, "wait", halve_gradient):
+        with mock.patch.object(moefx.ir.ops.sequence_shards, "wait_for_collective", halve_gradient):
             assert not moefx.verify(compiled, block, (draw_same_tokens(mesh, 13).float(),), routings=False).ok
         other = draw_same_tokens(mesh, 13).float() + (dist.get_rank() == 1)
         try:
@@ -199,7 +199,7 @@ def case_activations_are_divided() -> None:
             gathered.append(t.nbytes)
             return wait_for_collective(t)
 
-        with mock.patch.object(moefx.ir.ops.sequence_shards, "wait", wait_and_record):
+        with mock.patch.object(moefx.ir.ops.sequence_shards, "wait_for_collective", wait_and_record):
             out = compiled(x.clone().requires_grad_())
             assert gathered == [x.nbytes], gathered
             out.sum().backward()

@@ -130,7 +130,7 @@ def inject_fault(fault: str, at: int):
                 values[-1] = 0
         return start_all_to_all(rows, sent, received, group)
 
-    with mock.patch.object(moefx.ir.ops.row_exchange, "start", start_wrong):
+    with mock.patch.object(moefx.ir.ops.row_exchange, "start_all_to_all", start_wrong):
         yield
 
 
@@ -167,6 +167,6 @@ def case_the_wrong_group() -> None:
         return start_all_to_all(rows, sent, received, other[group])
 
     assert moefx.verify(compiled, model, torch.randn(6, D), routings=False).ok
-    with mock.patch.object(moefx.ir.ops.row_exchange, "start", exchanged):
+    with mock.patch.object(moefx.ir.ops.row_exchange, "start_all_to_all", exchanged):
         report = moefx.verify(compiled, model, torch.randn(6, D), routings=False)
     assert not agree_on_all_ranks(report.ok), report

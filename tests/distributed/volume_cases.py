@@ -79,7 +79,7 @@ def case_bytes_equal_the_formulas() -> None:
         for (way, node_size, above), sizes in levels.items():
             plan = moefx.Plan(dispatch=way, node_size=node_size, topology_levels=above, validation="symbolic")
             compiled = moefx.compile(block, mesh=mesh, plan=plan, example_inputs=(x[:8],))
-            with mock.patch.object(row_exchange, "start", Counter()) as counter:
+            with mock.patch.object(row_exchange, "start_all_to_all", Counter()) as counter:
                 compiled(x.clone().requires_grad_()).float().sum().backward()
             expected = predict_bytes(torch.cat(ids), tokens, num_experts, sizes, way, width)
             assert counter.num_bytes == expected > 0, (way, sizes, top_k, counter.num_bytes, expected)

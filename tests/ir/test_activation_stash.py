@@ -39,9 +39,9 @@ def test_a_larger_ring_replaces_a_small_one_and_counts_from_another_row():
 def test_a_capture_needs_a_ring_made_before(monkeypatch):
     stash = find_stash(8, [4], torch.float32, CPU)
     monkeypatch.setattr(activation_stash, "is_capturing", lambda device: True)
-    monkeypatch.setattr(activation_stash, "_captured", set())
+    monkeypatch.setattr(activation_stash, "_stashes_in_graphs", set())
     assert find_stash(8, [4], torch.float32, CPU) is stash
-    assert activation_stash._captured == {stash}  # its address is in the graph
+    assert activation_stash._stashes_in_graphs == {stash}  # its address is in the graph
     with pytest.raises(InvalidInput, match=r'`"pull"` keep.*: run the step once, with the same number'):
         find_stash(9, [4], torch.float32, CPU)
 

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 import moefx
 from moefx.errors import InvalidInput
 from moefx.runtime import captured_step
-from moefx.runtime.captured_step import CapturedStep, _Graph
+from moefx.runtime.captured_step import CapturedStep, _StepGraph
 
 from ..blocks import D, Gated, Loop
 
@@ -34,7 +34,7 @@ def test_options_that_cannot_work_raise(monkeypatch):
 
 def test_options_in_tensors_on_the_cpu_are_numbers_of_the_graph():
     rate = torch.tensor(0.5)
-    graph = object.__new__(_Graph)
+    graph = object.__new__(_StepGraph)
     graph.optimizers = [torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=rate)]
     graph.options = dict(graph._read_options())
     graph._check_options()
@@ -84,7 +84,7 @@ def test_a_later_argument_may_not_require_a_gradient(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph", lambda *args, **options: Recording(False))
     leaves, tree = pytree.tree_flatten(((torch.zeros(3),), {}))
-    graph = _Graph(lambda x: x.sum(), leaves, tree, stream=None)
+    graph = _StepGraph(lambda x: x.sum(), leaves, tree, stream=None)
     with pytest.raises(InvalidInput, match="requires a gradient"):
         graph.replay([torch.zeros(3, requires_grad=True)], tree)
 
@@ -108,7 +108,7 @@ def test_an_error_of_the_step_itself_passes_through(monkeypatch, error, is_of_ca
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph", lambda *args, **options: Recording(fails))
     with pytest.raises(InvalidInput if is_of_capture else type(error)) as raised:
-        _Graph(step, *pytree.tree_flatten(((), {})), stream=None)
+        _StepGraph(step, *pytree.tree_flatten(((), {})), stream=None)
     if is_of_capture:
         assert raised.value.__cause__ is error
         assert f"cannot be captured as a CUDA graph: {type(error).__name__}: {error}" in str(raised.value)

@@ -71,16 +71,16 @@ def trace_closure(code: Iterable[Any]) -> CodeClosure:
     globals_by_name: dict[tuple[str, str], Global] = {}
     all_names: set[str] = set()
     numbers: set[float] = set()
-    todo: list[Any] = [c for obj in code for c in (obj.__mro__ if isinstance(obj, type) else [obj])]
+    pending: list[Any] = [c for obj in code for c in (obj.__mro__ if isinstance(obj, type) else [obj])]
     seen: set[int] = set()
-    while todo:
-        obj = todo.pop()
+    while pending:
+        obj = pending.pop()
         if id(obj) in seen or not is_user_code(obj):
             continue
         seen.add(id(obj))
         if isinstance(obj, type):
             classes.append(obj)
-            todo += [*obj.__mro__[1:], *[_unwrap_member(v) for v in vars(obj).values()]]
+            pending += [*obj.__mro__[1:], *[_unwrap_member(v) for v in vars(obj).values()]]
             continue
         obj = inspect.unwrap(obj) if callable(obj) else obj
         if not isinstance(obj, types.FunctionType):
@@ -91,11 +91,11 @@ def trace_closure(code: Iterable[Any]) -> CodeClosure:
         numbers |= {n for code in codes for c in code.co_consts for n in _numbers(c)}
         for value in _list_defaults_and_closure(obj):
             numbers |= {*_numbers(value)}
-            todo.append(value if isinstance(value, (type, types.FunctionType)) else type(value))
+            pending.append(value if isinstance(value, (type, types.FunctionType)) else type(value))
         for entry in _iter_globals(obj.__globals__, frozenset().union(*map(_global_names, codes)), names):
             globals_by_name[entry.module, entry.name] = entry
             numbers |= {*_numbers(entry.value)}
-            todo.append(entry.value if isinstance(entry.value, (type, types.FunctionType)) else type(entry.value))
+            pending.append(entry.value if isinstance(entry.value, (type, types.FunctionType)) else type(entry.value))
     return CodeClosure(list(globals_by_name.values()), classes, frozenset(all_names), frozenset(numbers))
 
 
@@ -103,16 +103,16 @@ def _iter_globals(
     function_globals: dict[str, Any], names: frozenset[str], attributes: frozenset[str]
 ) -> Iterator[Global]:
     """Yield the globals that a function names, and the attributes that it names of modules among these globals."""
-    todo, seen = [(function_globals, names)], {id(function_globals)}
-    while todo:
-        namespace, wanted_names = todo.pop()
+    pending, seen = [(function_globals, names)], {id(function_globals)}
+    while pending:
+        namespace, wanted_names = pending.pop()
         for name in wanted_names & namespace.keys():
             value = namespace[name]
             if not isinstance(value, types.ModuleType):
                 yield Global(namespace.get("__name__", ""), namespace, name)
             elif _is_user_module(value.__name__) and id(vars(value)) not in seen:
                 seen.add(id(vars(value)))
-                todo.append((vars(value), attributes))
+                pending.append((vars(value), attributes))
 
 
 @functools.lru_cache(maxsize=4096)

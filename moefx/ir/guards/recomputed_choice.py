@@ -39,12 +39,12 @@ class RoutingChoice(NamedTuple):
     tensors: tuple[Tensor, ...]
 
 
-def choice_arguments(names: Sequence[str]) -> tuple[int, ...]:
+def routing_arguments(names: Sequence[str]) -> tuple[int, ...]:
     """Return the positions of the routing arguments: token ids first, if the op has them, then offsets."""
     return tuple(names.index(name) for name in (*_TOKENS, *_OFFSETS) if name in names)
 
 
-def note_choice(op: str, arguments: Sequence[Any], saved: Sequence[Any]) -> RoutingChoice | None:
+def record_routing(op: str, arguments: Sequence[Any], saved: Sequence[Any]) -> RoutingChoice | None:
     """Return the routing of a forward, from the arguments that its op saves; None in a trace."""
     saved_arguments = [(i, a) for a in arguments for i, s in enumerate(saved) if s is a]
     if not saved_arguments or any(type(tensor) is not Tensor for _, tensor in saved_arguments):
@@ -53,11 +53,11 @@ def note_choice(op: str, arguments: Sequence[Any], saved: Sequence[Any]) -> Rout
     return RoutingChoice(running.block or f"moefx::{op}", positions, tensors)
 
 
-def require_same_choice(choice: RoutingChoice, saved: Sequence[Any]) -> None:
+def require_same_routing(choice: RoutingChoice, saved: Sequence[Any]) -> None:
     """Raise `RecomputedChoice` if the saved tensors hold another routing than the forward had.
 
-    Free of cost while the tensors are identical. On a GPU the host reads the result after the whole backward is
-    enqueued; `backward()` raises then.
+    Costs nothing while the tensors are identical. On a GPU the host reads the result after the whole backward is
+    enqueued, and `backward()` raises.
     """
     current = tuple(saved[i] for i in choice.positions)
     if any(type(t) is not Tensor for t in current):
@@ -114,7 +114,7 @@ def _is_capturing() -> bool:
 
 
 def _differs(first: Sequence[Tensor], current: Sequence[Tensor]) -> Tensor | bool:
-    """Return whether two routings differ in a valid row. The tail behind the last offset may hold anything."""
+    """Return whether two routings differ in a valid row. The tail after the last offset may hold any values."""
     if any(a.shape != b.shape for a, b in zip(first, current, strict=True)):
         return True
     *tokens, offsets = first

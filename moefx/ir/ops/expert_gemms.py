@@ -32,14 +32,14 @@ def grouped_mm(
 
     Args:
         summand: for example the bias of each row. If it has the dtype of the product, the sum is rounded once.
-        transposed: w[e] is [F,D] as in `nn.Linear`, else [D,F].
-        dtype: compute in it whatever the dtype of the weights; autocast sets it. Without it the dtypes must be equal.
+        transposed: w[e] is [F,D] as in `nn.Linear`, otherwise [D,F].
+        dtype: the dtype to compute in, whatever that of the weights; set by autocast. None: all dtypes are equal.
     """
     dtype = check_dtypes("grouped_mm", rows, w, dtype)
-    _, num_out = weight_shape("grouped_mm", w, expert_offsets, transposed, rows.shape[1])
+    _, num_out = check_weight_shape("grouped_mm", w, expert_offsets, transposed, rows.shape[1])
     out = rows.new_zeros((rows.shape[0], num_out))
     offsets = expert_offsets.tolist()
-    for matrix, (start, stop) in zip(per_expert(w, 2), pairwise(offsets), strict=True):
+    for matrix, (start, stop) in zip(list_expert_tensors(w, 2), pairwise(offsets), strict=True):
         if stop > start:
             factors = rows[start:stop], (matrix.t() if transposed else matrix).to(dtype)
             if summand is None or summand.dtype != dtype:  # added below, in another dtype
@@ -57,8 +57,8 @@ def grouped_mm(
 def grouped_mm_backward(
     grad: Tensor, rows: Tensor, expert_offsets: Tensor, *, transposed: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Compute the stacked gradient of the weights of `grouped_mm`: [E,F,D] if transposed, else [E,D,F]. It is zero for
-    experts without rows.
+    """Compute the stacked gradient of the weights of `grouped_mm`: [E,F,D] if transposed, otherwise [E,D,F]. It is zero
+    for experts without rows.
 
     The gradient of the rows is `grouped_mm` itself with `transposed` flipped.
     """
@@ -79,7 +79,7 @@ def expert_rows(v: list[Tensor], expert_offsets: Tensor, num_rows: int) -> Tenso
     """Repeat each expert's vector (bias, norm weight, scalar as [E,1]) for each row of the expert."""
     table = v[0] if len(v) == 1 and v[0].dim() == 2 else torch.stack(list(v))
     _check_num_experts("expert_rows", table.shape[0], expert_offsets)
-    return table.index_select(0, expert_of_row(expert_offsets, num_rows))
+    return table.index_select(0, find_row_experts(expert_offsets, num_rows))
 
 
 @op(
@@ -95,7 +95,7 @@ def expert_rows_backward(grad: Tensor, expert_offsets: Tensor, *, dtype: torch.d
     return out
 
 
-def expert_of_row(expert_offsets: Tensor, num_rows: int) -> Tensor:
+def find_row_experts(expert_offsets: Tensor, num_rows: int) -> Tensor:
     """Return the expert of each row, [B]; the last expert for rows of the tail."""
     row = torch.arange(num_rows, dtype=expert_offsets.dtype, device=expert_offsets.device)
     num_experts = expert_offsets.shape[0] - 1
@@ -107,14 +107,14 @@ def is_stacked(tensors: Sequence[Tensor], dim: int) -> bool:
     return len(tensors) == 1 and tensors[0].dim() == dim + 1
 
 
-def per_expert(tensors: Sequence[Tensor], dim: int) -> Sequence[Tensor]:
+def list_expert_tensors(tensors: Sequence[Tensor], dim: int) -> Sequence[Tensor]:
     return tensors[0].unbind(0) if is_stacked(tensors, dim) else tensors
 
 
-def weight_shape(
+def check_weight_shape(
     name: str, w: Sequence[Tensor], expert_offsets: Tensor, transposed: bool, num_in: int | None = None
 ) -> tuple[int, int]:
-    """Return (in, out) of each expert's matrix, checked against the number of experts and the width of the rows."""
+    """Check the weights against the number of experts and the width of the rows. Return (in, out) of each matrix."""
     stacked = is_stacked(w, 2)
     _check_num_experts(name, w[0].shape[0] if stacked else len(w), expert_offsets)
     shape = tuple(w[0].shape[1:] if stacked else w[0].shape)
@@ -146,12 +146,12 @@ def check_dtypes(name: str, rows: Tensor, tensors: Sequence[Tensor], dtype: torc
     return rows.dtype
 
 
-def autocast_dtype(dtype: torch.dtype, rows: Tensor) -> torch.dtype:
-    """Return the dtype of rows under autocast, which leaves float64 unchanged as for `linear`."""
+def choose_autocast_dtype(dtype: torch.dtype, rows: Tensor) -> torch.dtype:
+    """Return the dtype of rows under autocast, which leaves float64 unchanged, as in `linear`."""
     return rows.dtype if rows.dtype is torch.float64 else dtype
 
 
-def separate_gradients(parameters: Sequence[Tensor], dim: int) -> bool:
+def has_separate_gradients(parameters: Sequence[Tensor], dim: int) -> bool:
     """Return whether `expert_mlp_backward` returns E gradients for these parameters, rather than one stacked [E,...].
 
     On the CPU, GEMMs run expert by expert, and a stack of separate gradients would be a copy. Elsewhere one kernel
@@ -160,7 +160,7 @@ def separate_gradients(parameters: Sequence[Tensor], dim: int) -> bool:
     return not is_stacked(parameters, dim) and parameters[0].device.type == "cpu"
 
 
-def unstack(grad: Tensor | None, parameters: Sequence[Tensor], dim: int) -> list[Tensor] | None:
+def unstack_gradient(grad: Tensor | None, parameters: Sequence[Tensor], dim: int) -> list[Tensor] | None:
     """Return views of a stacked gradient as the gradients of a list of parameters."""
     if grad is None:
         return None
@@ -175,7 +175,9 @@ def _check_num_experts(name: str, num: Any, expert_offsets: Tensor) -> None:
 @grouped_mm.fake
 def _(rows, w, expert_offsets, summand=None, *, transposed, dtype=None):
     check_dtypes("grouped_mm", rows, w, dtype)
-    return rows.new_empty((rows.shape[0], weight_shape("grouped_mm", w, expert_offsets, transposed, rows.shape[1])[1]))
+    return rows.new_empty(
+        (rows.shape[0], check_weight_shape("grouped_mm", w, expert_offsets, transposed, rows.shape[1])[1])
+    )
 
 
 @grouped_mm_backward.fake
@@ -197,7 +199,7 @@ def _(grad, expert_offsets, *, dtype):
 
 @grouped_mm.autocast
 def _(autocast, rows, w, expert_offsets, summand=None, *, transposed, dtype=None):
-    dtype = dtype or autocast_dtype(autocast, rows)
+    dtype = dtype or choose_autocast_dtype(autocast, rows)
     summand = None if summand is None else summand.to(dtype)
     return (rows.to(dtype), w, expert_offsets, summand), {"transposed": transposed, "dtype": dtype}
 
@@ -215,7 +217,7 @@ def _grouped_mm_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
         grad_rows = grouped_mm(grads[0], w, expert_offsets, transposed=not ctx.transposed, dtype=ctx.dtype)
     if ctx.needs[1]:
         grad_w = grouped_mm_backward(grads[0], rows, expert_offsets, transposed=ctx.transposed, dtype=w[0].dtype)
-    return grad_rows, unstack(grad_w, w, 2), None, *[grads[0]] * (len(ctx.needs) - 3)
+    return grad_rows, unstack_gradient(grad_w, w, 2), None, *[grads[0]] * (len(ctx.needs) - 3)
 
 
 def _save_for_expert_rows(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:

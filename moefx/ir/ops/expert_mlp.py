@@ -54,19 +54,19 @@ def expert_mlp(
         keep: "h" keeps the up-projections and recomputes the activation, "x" keeps only the inputs, "all" keeps the
             activation too. "none" is for inference; a backward recomputes as with "x".
         reduce: return the sum of each token's rows instead of the rows, like `combine` without weights.
-        dtype: the dtype of x, to compute in it whatever the dtype of the parameters; autocast sets it.
+        dtype: the dtype of x, to compute in whatever that of the parameters; set by autocast.
         stash_rows: rows of the stash for each row of x, see `ir.activation_stash`. None keeps the values of all rows.
 
     Returns:
         The rows [B,D'] (or their sums [S,D']). Then the kept values: each up-projection [B,F] and the activation
-        [B,F']. The backward may overwrite kept values unless the graph is retained. With `stash_rows` they are in
-        the stash, and a ticket int64 [3] is returned in their place; this implementation misses them all.
+        [B,F']. The backward may overwrite kept values unless the graph is retained. With `stash_rows` they are in the
+        stash, and a ticket int64 [3] is returned instead; this implementation returns a missed ticket.
     """
     call = ExpertMlpCall.of(args, body, keep, dtype)
     rows = call.x.index_select(0, call.token_ids)
-    hidden = [_linear(call, rows, *group) for group in zip(call.up, call.up_bias, call.body.up, strict=True)]
-    act = _activation(call, hidden)
-    out = _output(call, act)
+    hidden = [_multiply_rows(call, rows, *group) for group in zip(call.up, call.up_bias, call.body.up, strict=True)]
+    act = _compute_activation(call, hidden)
+    out = _compute_output(call, act)
     if reduce:
         out = token_routing.combine.reference(out, None, call.token_ids, call.expert_offsets, call.inverse)
     if stash_rows is not None:
@@ -75,40 +75,40 @@ def expert_mlp(
     return [out, *saved]
 
 
-def _activation(call: ExpertMlpCall, hidden: Sequence[Tensor]) -> Tensor:
-    act = evaluate(call.act, _with_weight(call, call.parts(_biased(call, hidden))))
+def _compute_activation(call: ExpertMlpCall, hidden: Sequence[Tensor]) -> Tensor:
+    act = evaluate(call.act, _add_weight_variable(call, call.slice_hidden(_add_separate_biases(call, hidden))))
     return act.clone() if isinstance(call.act, str) else act  # outputs of an op must not share storage
 
 
-def _output(call: ExpertMlpCall, act: Tensor) -> Tensor:
-    return evaluate(call.body.out, _with_weight(call, {"y": _project_down(call, act)}))
+def _compute_output(call: ExpertMlpCall, act: Tensor) -> Tensor:
+    return evaluate(call.body.out, _add_weight_variable(call, {"y": _project_down(call, act)}))
 
 
 def _project_down(call: ExpertMlpCall, act: Tensor) -> Tensor:
-    y = _linear(call, act, call.down, call.down_bias, call.body.down)
-    return _add_apart(call, y, call.down_bias, call.body.down)
+    y = _multiply_rows(call, act, call.down, call.down_bias, call.body.down)
+    return _add_separate_bias(call, y, call.down_bias, call.body.down)
 
 
-def _biased(call: ExpertMlpCall, hidden: Sequence[Tensor]) -> list[Tensor]:
-    """Return the up-projections, with biases that are added in another dtype."""
-    return [_add_apart(call, *operands) for operands in zip(hidden, call.up_bias, call.body.up, strict=True)]
+def _add_separate_biases(call: ExpertMlpCall, hidden: Sequence[Tensor]) -> list[Tensor]:
+    """Add the biases that are added in another dtype than the products'."""
+    return [_add_separate_bias(call, *operands) for operands in zip(hidden, call.up_bias, call.body.up, strict=True)]
 
 
-def _with_weight(call: ExpertMlpCall, env: dict[str, Tensor]) -> dict[str, Tensor]:
+def _add_weight_variable(call: ExpertMlpCall, env: dict[str, Tensor]) -> dict[str, Tensor]:
     return env if call.w is None else {**env, "w": call.w}
 
 
-def _linear(call: ExpertMlpCall, rows: Tensor, w: list[Tensor], bias: list[Tensor] | None, gemm: Gemm) -> Tensor:
+def _multiply_rows(call: ExpertMlpCall, rows: Tensor, w: list[Tensor], bias: list[Tensor] | None, gemm: Gemm) -> Tensor:
     summand = None
-    if bias is not None and call.bias_apart(gemm) is None:
+    if bias is not None and call.separate_bias_dtype(gemm) is None:
         summand = expert_gemms.expert_rows.reference(bias, call.expert_offsets, call.num_rows).to(call.dtype)
     return expert_gemms.grouped_mm.reference(
         rows, w, call.expert_offsets, summand, transposed=gemm.transposed, dtype=call.dtype
     )
 
 
-def _add_apart(call: ExpertMlpCall, product: Tensor, bias: list[Tensor] | None, gemm: Gemm) -> Tensor:
-    dtype = call.bias_apart(gemm)
+def _add_separate_bias(call: ExpertMlpCall, product: Tensor, bias: list[Tensor] | None, gemm: Gemm) -> Tensor:
+    dtype = call.separate_bias_dtype(gemm)
     if bias is None or dtype is None:
         return product
     return product.to(dtype) + expert_gemms.expert_rows.reference(bias, call.expert_offsets, call.num_rows).to(dtype)
@@ -139,13 +139,13 @@ def expert_mlp_backward(
         needs: whether to compute each gradient: x, row_weights, up, up_bias, down, down_bias.
         overwrite: whether `kept` may be overwritten and returned, which lowers peak memory. The schema does not declare
             this mutation: only the eager backward of a graph that is freed afterwards uses it.
-        part: "rows" leaves out the gradients of up and down, which may wait longer than that of x. "weights" computes
-            those; its `kept` are the extra results of "rows".
+        part: "rows" leaves out the gradients of up and down, which no other node waits for. "weights" computes these;
+            its `kept` are the extra results of "rows".
 
     Returns:
         The needed gradients in that order, for up and up_bias GEMM by GEMM: one stacked [E,...] each, or E separate
-        ones (see `expert_gemms.separate_gradients`). Part "rows" adds the factors of the gradients of up and down: the
-        gradient of each up-projection [B,F], the activation [B,F'], and the gradient of y [B,D']. If the result is
+        ones (see `expert_gemms.has_separate_gradients`). Part "rows" adds the factors of the gradients of up and down:
+        the gradient of each up-projection [B,F], the activation [B,F'], and the gradient of y [B,D']. If the result is
         linear in y, the gradient of y is left out: the returned activation is scaled, and its factor is `grad`.
     """
     call, kept = ExpertMlpCall.of(args[:-1], body, keep, dtype), args[-1]
@@ -155,26 +155,30 @@ def expert_mlp_backward(
     offsets, kept = call.expert_offsets, [] if stash_rows is not None else kept
     rows = call.x.index_select(0, call.token_ids)
     groups = list(zip(call.up, call.up_bias, call.body.up, strict=True))
-    hidden = list(kept[: len(groups)]) or [_linear(call, rows, *group) for group in groups]
-    act = _activation(call, hidden)
+    hidden = list(kept[: len(groups)]) or [_multiply_rows(call, rows, *group) for group in groups]
+    act = _compute_activation(call, hidden)
     y = _project_down(call, act)
     wrt = ["w"] if need_w else []
     if reduce:
         grad = grad.index_select(0, call.token_ids)
 
-    _, by_out = pointwise_derivative.vjp(call.body.out, _with_weight(call, {"y": y}), grad, ["y", *wrt], value=False)
-    grad_y = by_out["y"]
+    _, out_gradients = pointwise_derivative.vjp(
+        call.body.out, _add_weight_variable(call, {"y": y}), grad, ["y", *wrt], value=False
+    )
+    grad_y = out_gradients["y"]
     grad_product = grad_y.to(call.dtype)
     grad_act = expert_gemms.grouped_mm.reference(
         grad_product, call.down, offsets, transposed=not call.body.down.transposed, dtype=call.dtype
     )
-    hidden = _biased(call, hidden)
-    env = _with_weight(call, call.parts(hidden))
-    _, by_act = pointwise_derivative.vjp(call.act, env, grad_act, [*env][: len(call.body.parts)] + wrt, value=False)
+    hidden = _add_separate_biases(call, hidden)
+    env = _add_weight_variable(call, call.slice_hidden(hidden))
+    _, act_gradients = pointwise_derivative.vjp(
+        call.act, env, grad_act, [*env][: len(call.body.parts)] + wrt, value=False
+    )
     grad_hidden = [torch.zeros_like(h) for h in hidden]
-    for name, columns in call.parts(grad_hidden).items():
-        if name in by_act:
-            columns += by_act[name]
+    for name, columns in call.slice_hidden(grad_hidden).items():
+        if name in act_gradients:
+            columns += act_gradients[name]
     grad_up = [g.to(call.dtype) for g in grad_hidden]
 
     gradients = []
@@ -186,7 +190,7 @@ def expert_mlp_backward(
             )
         gradients.append(token_routing.combine.reference(grad_rows, None, call.token_ids, offsets, call.inverse))
     if need_w:
-        gradients.append(weight_gradient(call, by_out.get("w"), by_act.get("w")))
+        gradients.append(sum_weight_gradient(call, out_gradients.get("w"), act_gradients.get("w")))
     gradients += _matrix_gradients(call, grad_up, act, grad_product, need_up, False)
     sum_by_expert = expert_gemms.expert_rows_backward.reference
     if need_up_bias:
@@ -200,17 +204,17 @@ def expert_mlp_backward(
         linear = is_linear(call.body.out, "y")
         gradients += grad_up
         gradients += (
-            [(act * evaluate(call.body.out, unit_environment(call))).to(call.dtype)]
+            [(act * evaluate(call.body.out, make_unit_variables(call))).to(call.dtype)]
             if linear
             else [act, grad_product.clone()]
         )
     return gradients
 
 
-def unit_environment(call: ExpertMlpCall) -> dict[str, Tensor]:
+def make_unit_variables(call: ExpertMlpCall) -> dict[str, Tensor]:
     """Return variables for which `out` evaluates to its factor c(w) [B,1], if it is linear in y: rows = y * c(w)."""
     ones = torch.ones((call.num_rows, 1), dtype=call.dtype, device=call.x.device)
-    return _with_weight(call, {"y": ones})
+    return _add_weight_variable(call, {"y": ones})
 
 
 def _matrix_factors(
@@ -243,10 +247,10 @@ def _matrix_gradients(
 def split_gradient(stacked: Tensor, parameters: Sequence[Tensor], dim: int) -> list[Tensor]:
     """Convert a stacked gradient [E,...] to the form that `expert_mlp_backward` returns."""
     # Outputs of an op must not share storage.
-    return [g.clone() for g in stacked] if expert_gemms.separate_gradients(parameters, dim) else [stacked]
+    return [g.clone() for g in stacked] if expert_gemms.has_separate_gradients(parameters, dim) else [stacked]
 
 
-def weight_gradient(call: ExpertMlpCall, *columns: Tensor | None) -> Tensor:
+def sum_weight_gradient(call: ExpertMlpCall, *columns: Tensor | None) -> Tensor:
     """Sum columns [B,1] to the gradient of the row weights [B], zero in the tail."""
     assert call.w is not None
     total = torch.zeros_like(call.w, dtype=torch.promote_types(call.w.dtype, torch.float32))
@@ -286,7 +290,7 @@ def _(grad, *args, body, keep, reduce=False, dtype=None, stash_rows=None, needs,
         if needs[index]:
             dim = 1 if index in (3, 5) else 2
             for group in groups:
-                if expert_gemms.separate_gradients(group, dim):
+                if expert_gemms.has_separate_gradients(group, dim):
                     gradients += [p.new_empty(p.shape) for p in group]
                 else:
                     gradients.append(group[0].new_empty((num_experts, *group[0].shape[-dim:])))
@@ -299,20 +303,20 @@ def _(grad, *args, body, keep, reduce=False, dtype=None, stash_rows=None, needs,
 
 @expert_mlp.autocast
 def _(autocast, x, *args, dtype=None, **kwargs):
-    dtype = dtype or expert_gemms.autocast_dtype(autocast, x)
+    dtype = dtype or expert_gemms.choose_autocast_dtype(autocast, x)
     return (x.to(dtype), *args), {**kwargs, "dtype": dtype}
 
 
-def _save(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> None:
+def _save_for_expert_mlp(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> None:
     ctx.kwargs = {"keep": "h", **kwargs}
     kept_rows = list(outputs[1:])
     ctx.mark_non_differentiable(*kept_rows)
     ctx.sizes = [len(tensors) for tensors in (*args[5:9], kept_rows)]
-    # The parameters themselves, so that an in-place update before the backward is noticed.
+    # Save the parameters themselves, so that autograd notices an in-place update before the backward.
     ctx.save_for_backward(*args[:5], *(t for tensors in (*args[5:9], kept_rows) for t in tensors))
 
 
-def _gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
+def _expert_mlp_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
     saved = iter(unpack_saved(ctx))
     inputs = [next(saved) for _ in range(5)]
     lists = [[next(saved) for _ in range(size)] for size in ctx.sizes]
@@ -345,7 +349,7 @@ def _gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
         return gradients
     factors, all_parts = list(results), ctx.kwargs
 
-    # Without `ctx`, which leads back to this function: if the other node does not run, as for `autograd.grad` by x
+    # Does not refer to `ctx`, which refers to this function. If the other node does not run, as in `autograd.grad` by x
     # alone, the graph holds the factors until it is freed.
     def compute_matrices(need_up: bool, need_down: bool) -> Sequence[Any]:
         needs = [False, False, need_up, False, need_down, False]
@@ -358,9 +362,15 @@ def _gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
     if is_delayed:
 
         def compute_delayed(needs: Sequence[bool]) -> Sequence[Any]:
-            of_up, of_down = compute_matrices(needs[5], needs[7])
-            of_biases = [g and [b.clone() for b in g] for g in (grad_up_bias, grad_down_bias)]  # it may run again
-            return [None] * 5 + [of_up, of_biases[0], of_down, of_biases[1], *no_gradients]
+            grad_up_matrices, grad_down_matrices = compute_matrices(needs[5], needs[7])
+            bias_gradients = [g and [b.clone() for b in g] for g in (grad_up_bias, grad_down_bias)]  # it may run again
+            return [None] * 5 + [
+                grad_up_matrices,
+                bias_gradients[0],
+                grad_down_matrices,
+                bias_gradients[1],
+                *no_gradients,
+            ]
 
         ctx.delayed = DelayedGradients(range(5, len(ctx.needs)), compute_delayed)
         return gradients
@@ -377,12 +387,12 @@ def _take_group(
     gradients: list[Any] = []
     for gemm in gemms:
         group = tensors[len(gradients) : len(gradients) + gemm.num]
-        if expert_gemms.separate_gradients(group, dim):
+        if expert_gemms.has_separate_gradients(group, dim):
             gradients += [next(results) for _ in group]
         else:
-            gradients += expert_gemms.unstack(next(results), group, dim) or []
+            gradients += expert_gemms.unstack_gradient(next(results), group, dim) or []
     return gradients
 
 
-expert_mlp.autograd(save=_save, backward=_gradients)
+expert_mlp.autograd(save=_save_for_expert_mlp, backward=_expert_mlp_gradients)
 expert_mlp_backward.once_differentiable("expert_mlp")

@@ -45,7 +45,7 @@ class ExpertMlpCall:
 
     @classmethod
     def of(cls, args: Sequence[Any], body: str, keep: str, dtype: torch.dtype | None) -> ExpertMlpCall:
-        # The argument behind these, `later`, is for autograd alone.
+        # The next argument, `later`, is for autograd alone.
         x, token_ids, expert_offsets, inverse, row_weights, up, up_bias, down, down_bias = args[:9]
         parsed = ExpertBody.from_json(body)
         if keep not in KEEP:
@@ -56,7 +56,7 @@ class ExpertMlpCall:
             )
         dtype = expert_gemms.check_dtypes("expert_mlp", x, (*up, *up_bias, *down, *down_bias), dtype)
         weight_dtype = None if row_weights is None else row_weights.dtype
-        down_biases = _split(down_bias, (parsed.down,), of_bias=True, argument="down_bias")
+        down_biases = _split_by_gemm(down_bias, (parsed.down,), is_bias=True, argument="down_bias")
         return cls(
             body=parsed,
             x=x,
@@ -64,9 +64,9 @@ class ExpertMlpCall:
             expert_offsets=expert_offsets,
             inverse=inverse,
             w=None if row_weights is None else row_weights[:, None],
-            up=_split(up, parsed.up, of_bias=False, argument="up"),
-            up_bias=_split(up_bias, parsed.up, of_bias=True, argument="up_bias"),
-            down=_split(down, (parsed.down,), of_bias=False, argument="down")[0],
+            up=_split_by_gemm(up, parsed.up, is_bias=False, argument="up"),
+            up_bias=_split_by_gemm(up_bias, parsed.up, is_bias=True, argument="up_bias"),
+            down=_split_by_gemm(down, (parsed.down,), is_bias=False, argument="down")[0],
             down_bias=down_biases[0],
             dtype=dtype,
             act=parsed.act_in(dtype, weight_dtype),
@@ -82,28 +82,28 @@ class ExpertMlpCall:
         """Check and return (width of each up-projection, width of the activation, width of the result)."""
         name, offsets = "expert_mlp", self.expert_offsets
         up = [
-            expert_gemms.weight_shape(name, w, offsets, g.transposed, self.x.shape[1])[1]
+            expert_gemms.check_weight_shape(name, w, offsets, g.transposed, self.x.shape[1])[1]
             for w, g in zip(self.up, self.body.up, strict=True)
         ]
         act = self.body.act_width(up)
-        return up, act, expert_gemms.weight_shape(name, self.down, offsets, self.body.down.transposed, act)[1]
+        return up, act, expert_gemms.check_weight_shape(name, self.down, offsets, self.body.down.transposed, act)[1]
 
-    def multiplications(self) -> int:
+    def count_multiplications(self) -> int:
         """Return the number of multiplications per row in the forward GEMMs."""
         up, act, out = self.widths
         return self.x.shape[1] * sum(up) + act * out
 
-    def matrix_size(self) -> int:
+    def find_min_matrix_size(self) -> int:
         """Return the number of elements of an expert's smallest matrix."""
         up, act, out = self.widths
         return min(self.x.shape[1] * min(up), act * out)
 
-    def bias_apart(self, gemm: Gemm) -> torch.dtype | None:
-        """Return the dtype in which the bias is added if it differs from the product's dtype, else None."""
+    def separate_bias_dtype(self, gemm: Gemm) -> torch.dtype | None:
+        """Return the dtype in which the bias is added if it differs from the product's dtype, otherwise None."""
         dtype = gemm.sum_dtype(self.dtype)
         return dtype if gemm.bias and dtype != self.dtype else None
 
-    def parts(self, hidden: Sequence[Tensor]) -> dict[str, Tensor]:
+    def slice_hidden(self, hidden: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return the variables a0, a1, ... as slices of the up-projections."""
         return {
             f"a{i}": hidden[g] if (a, b, c) == (None, None, 1) else hidden[g][:, a:b:c]
@@ -111,9 +111,9 @@ class ExpertMlpCall:
         }
 
 
-def _split(tensors: Sequence[Tensor], gemms: Sequence[Gemm], *, of_bias: bool, argument: str) -> list[Any]:
+def _split_by_gemm(tensors: Sequence[Tensor], gemms: Sequence[Gemm], *, is_bias: bool, argument: str) -> list[Any]:
     """Split a flat list by GEMM, with None for a GEMM without bias."""
-    sizes = [g.num if g.bias or not of_bias else 0 for g in gemms]
+    sizes = [g.num if g.bias or not is_bias else 0 for g in gemms]
     if sum(sizes) != len(tensors):
         raise InvalidInput(f"moefx::expert_mlp: {argument} has {len(tensors)} tensors, the body takes {sizes}")
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]

@@ -8,8 +8,8 @@ providers, and a shape contract:
 
 Every call, real or fake, is checked against the contract.
 
-Ops are defined through `torch.library.Library.define`, since its calls take about half the time of those of
-`torch.library.custom_op`. If the implementation of an op calls another op, that call bypasses the dispatcher.
+Ops are defined by `torch.library.Library.define`: a call takes about half the time of a `torch.library.custom_op`. If
+the implementation of an op calls another op, that call bypasses the dispatcher.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _thread = _ThreadState()
 _BELOW_AUTOGRAD = torch._C._after_autograd_keyset
 
 
-def _plain_keysets() -> frozenset[int]:
+def _list_plain_keysets() -> frozenset[int]:
     key = torch.DispatchKey
     cpu, gpu, views = (torch.DispatchKeySet(k) for k in (key.CPU, key.CUDA, key.ADInplaceOrView))
     backends = cpu, gpu, cpu | gpu
     return frozenset(keyset.raw_repr() for backend in backends for keyset in (backend, backend | views))
 
 
-_PLAIN = _plain_keysets()  # without modes, subclasses and transforms
+_PLAIN_KEYSETS = _list_plain_keysets()  # without modes, subclasses and transforms
 
 
 class Derivative(NamedTuple):
@@ -72,8 +72,8 @@ class Op:
         schema: the schema without its namespace, such as `"dispatch(Tensor x, ...) -> Tensor"`.
         contract: the shapes, one line.
         reference: the readable implementation on plain torch tensors (any device, any floating dtype).
-        keeps_activations: its backward keeps rows of activations. At most one such op is in a node of joined ops.
-        without_backward: keyword arguments of a call without a backward. It returns the first result alone.
+        keeps_activations: its backward keeps rows of activations. A node of joined ops has at most one op of this kind.
+        without_backward: keyword arguments of a call without a backward, which returns the first result alone.
     """
 
     def __init__(
@@ -98,8 +98,8 @@ class Op:
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         self.overload = getattr(getattr(torch.ops, NAMESPACE), self.name).default
         arguments = [a.name for a in self.overload._schema.arguments]
-        self.choice_arguments = recomputed_choice.choice_arguments(arguments)
-        self._checked = [(arguments.index(n), n, dims) for n, dims in self.contract.inputs.items()]
+        self.routing_arguments = recomputed_choice.routing_arguments(arguments)
+        self._shape_checks = [(arguments.index(n), n, dims) for n, dims in self.contract.inputs.items()]
         _library.impl(self.name, self.run, "CompositeExplicitAutograd")
         registry[self.name] = self
 
@@ -113,7 +113,7 @@ class Op:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the best provider on plain tensors, below the dispatcher."""
-        self.check(args)
+        self.check_shapes(args)
         provider = choose_provider(self, args, kwargs)
         before, _thread.is_below_dispatcher = _thread.is_below_dispatcher, True
         try:
@@ -124,10 +124,10 @@ class Op:
             self.observe(outputs)
         return outputs
 
-    def check(self, args: Sequence[Any]) -> None:
+    def check_shapes(self, args: Sequence[Any]) -> None:
         """Raise `InvalidInput` unless the tensors have the shapes of the contract."""
         sizes: dict[str, Any] = {}
-        for index, name, dims in self._checked:
+        for index, name, dims in self._shape_checks:
             value = args[index] if index < len(args) else None
             if value is None:
                 continue
@@ -151,7 +151,7 @@ class Op:
         """Register the function that returns the shapes and dtypes of the results, for fake and meta tensors."""
 
         def checked(*args: Any, **kwargs: Any) -> Any:
-            self.check(args)
+            self.check_shapes(args)
             return function(*args, **kwargs)
 
         torch.library.register_fake(f"{NAMESPACE}::{self.name}", checked, lib=_library)
@@ -188,7 +188,7 @@ class Op:
 
         Args:
             save: `save(ctx, args, kwargs, outputs)` runs after the forward and saves inputs and outputs for the
-                backward. It saves no other tensors, so that version checks and saved-tensor hooks cover all.
+                backward. It saves no other tensors, so that version checks and saved-tensor hooks cover all of them.
             backward: `backward(ctx, grads)` returns one gradient per positional argument, a list (or None) for a list.
                 `grads` holds None for outputs without a gradient; `ctx.needs[i]` tells whether argument i, or any
                 element of it, needs one. `ctx.needs_later[i]` tells whether it needs one in another backward, for which
@@ -212,7 +212,7 @@ class Op:
     def _below_autograd(self, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         keyset = keyset & _BELOW_AUTOGRAD
         with torch._C._AutoDispatchBelowAutograd():
-            if keyset.raw_repr() in _PLAIN:
+            if keyset.raw_repr() in _PLAIN_KEYSETS:
                 return self.run(*args, **kwargs)
             return self.overload.redispatch(keyset, *args, **kwargs)
 
@@ -238,8 +238,8 @@ def raise_double_backward(op: str) -> NoReturn:
 
 
 @contextlib.contextmanager
-def joined() -> Iterator[None]:
-    """Run ops of this thread without the dispatcher, one behind the other: see `ir.joined_ops`."""
+def run_joined() -> Iterator[None]:
+    """Run ops of this thread one after the other without the dispatcher: see `ir.joined_ops`."""
     before = _thread.is_below_dispatcher, _thread.is_joined
     _thread.is_below_dispatcher = _thread.is_joined = True
     try:
@@ -248,9 +248,9 @@ def joined() -> Iterator[None]:
         _thread.is_below_dispatcher, _thread.is_joined = before
 
 
-def own_memory(tensor: Tensor) -> Tensor:
-    """Return a result of an op that may share memory with its arguments: a copy, because the dispatcher does not allow
-    that; between joined ops the tensor itself."""
+def copy_unless_joined(tensor: Tensor) -> Tensor:
+    """Copy a result that shares memory with an op's arguments, which the dispatcher forbids. Between joined ops, return
+    the tensor itself."""
     return tensor if _thread.is_joined else tensor.clone()
 
 
@@ -258,7 +258,7 @@ is_profiled = getattr(getattr(torch._C, "_autograd", None), "_profiler_enabled",
 
 
 def is_last_use(saved: Sequence[Any]) -> bool:
-    """Return whether the running backward reads the saved tensors for the last time: it is no trace, and its graph is
+    """Return whether the running backward reads the saved tensors for the last time: it is not traced, and its graph is
     freed afterwards (no `retain_graph`)."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return False
@@ -273,7 +273,7 @@ def unpack_saved(ctx: Any) -> Sequence[Any]:
     """
     saved = ctx.saved_tensors
     if ctx.choice is not None:
-        recomputed_choice.require_same_choice(ctx.choice, saved)
+        recomputed_choice.require_same_routing(ctx.choice, saved)
         if is_last_use(ctx.choice.tensors):
             ctx.choice = None
     return saved
@@ -284,14 +284,14 @@ def op(schema: str, *, contract: str, **options: Any) -> Callable[[Callable[...,
     return lambda reference: Op(schema, contract=contract, reference=reference, **options)
 
 
-def iterate_items(args: Sequence[Any]) -> Iterator[Any]:
-    """Iterate over arguments. Enter lists."""
+def flatten_lists(args: Sequence[Any]) -> Iterator[Any]:
+    """Iterate over arguments and the items of lists among them."""
     return itertools.chain.from_iterable(arg if isinstance(arg, (list, tuple)) else (arg,) for arg in args)
 
 
 def _flatten(args: Sequence[Any]) -> tuple[tuple[int | None, ...], list[Any]]:
     """Flatten lists of tensors, because autograd.Function does not look into them."""
-    return tuple([len(arg) if isinstance(arg, (list, tuple)) else None for arg in args]), list(iterate_items(args))
+    return tuple([len(arg) if isinstance(arg, (list, tuple)) else None for arg in args]), list(flatten_lists(args))
 
 
 def _unflatten(lengths: Sequence[int | None], flat: Sequence[Any]) -> list[Any]:
@@ -302,13 +302,13 @@ def _unflatten(lengths: Sequence[int | None], flat: Sequence[Any]) -> list[Any]:
     return result
 
 
-def _number_items(lengths: Sequence[int | None]) -> list[range]:
-    """Return the positions of each argument's items among the flattened ones."""
+def _list_item_ranges(lengths: Sequence[int | None]) -> list[range]:
+    """Return the indices of each argument's items in the flat list."""
     counts = [1 if length is None else length for length in lengths]
     return [range(end - count, end) for count, end in zip(counts, itertools.accumulate(counts), strict=True)]
 
 
-def _join_needs(lengths: Sequence[int | None], needs: Sequence[bool]) -> list[bool]:
+def _reduce_needs(lengths: Sequence[int | None], needs: Sequence[bool]) -> list[bool]:
     """Return whether each argument, or any element of it, needs a gradient."""
     return [any(n) if isinstance(n, list) else n for n in _unflatten(lengths, needs)]
 
@@ -324,24 +324,26 @@ def _autograd_function(
         ctx.runs = BackwardRuns([False] * 4 + [isinstance(t, Tensor) for t in flat])
         ctx.set_materialize_grads(False)  # zeros for saved activations would take memory
         save(ctx, args, kwargs, outputs)
-        ctx.choice = recomputed_choice.note_choice(op.name, [args[i] for i in op.choice_arguments], ctx.to_save or ())
+        ctx.choice = recomputed_choice.record_routing(
+            op.name, [args[i] for i in op.routing_arguments], ctx.to_save or ()
+        )
         return tuple(outputs) if structure["type"] else outputs
 
     def run_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         if all(g is None for g in grads):
             return (None,) * len(ctx.needs_input_grad)
         needs = ctx.runs.find_needs(ctx)
-        ctx.needs = ever = _join_needs(ctx.lengths, ctx.needs_input_grad[4:])
+        ctx.needs = needs_ever = _reduce_needs(ctx.lengths, ctx.needs_input_grad[4:])
         if needs is not ctx.needs_input_grad:
-            ctx.needs = _join_needs(ctx.lengths, needs[4:])
-        ctx.needs_later = [need and not now for need, now in zip(ever, ctx.needs, strict=True)]
+            ctx.needs = _reduce_needs(ctx.lengths, needs[4:])
+        ctx.needs_later = [need and not now for need, now in zip(needs_ever, ctx.needs, strict=True)]
         if ctx.runs.has_left_all(needs[4:], grads):
             unpack_saved(ctx)  # raises if one was changed in place
             gradients = ctx.delayed.compute(ctx.needs)
         else:
             ctx.delayed = None
             gradients = backward(ctx, grads)
-        ctx.runs.end(grads, [ctx], lambda call: _number_items(call.lengths))
+        ctx.runs.end(grads, [ctx], lambda call: _list_item_ranges(call.lengths))
         flat: list[Any] = []
         for length, grad in zip(ctx.lengths, gradients, strict=True):
             if length is None:

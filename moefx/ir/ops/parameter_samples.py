@@ -4,8 +4,8 @@ Every call runs the collective of `exchange_counts` and the copy of `read_counts
 collective or host synchronisation. All ranks of the group receive the same numbers: if one raises, all raise.
 
 `runtime.ranks.overwrite_detection` makes the samples. Blocks with equal graphs share a sampler number, an argument of
-`exchange_counts`. An eager call selects the sampler of its block by `select`. A graph of torch.compile runs no Python
-of the block, so its calls take the samplers of their number in turn.
+`exchange_counts`. An eager call selects the sampler of its block by `select_sampler`. A graph of torch.compile runs no
+Python of the block, so its calls take the samplers of their number in turn.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _turns: dict[int, int] = {}
 _selected = threading.local()
 
 
-def register(sampler: Sampler) -> None:
+def register_sampler(sampler: Sampler) -> None:
     """Let exchanges with the sampler's number take its samples, as long as the sampler lives."""
     for number, refs in list(_samplers.items()):
         if not any(ref() is not None for ref in refs):
@@ -46,13 +46,13 @@ def register(sampler: Sampler) -> None:
     _samplers.setdefault(sampler.number, []).append(weakref.ref(sampler))
 
 
-def select(sampler: Sampler) -> None:
+def select_sampler(sampler: Sampler) -> None:
     """Select the sampler for the next exchange that this thread starts."""
     _selected.sampler = weakref.ref(sampler)
 
 
 def take_sampler(number: int) -> Sampler | None:
-    """Return the selected sampler, else the next one with this number."""
+    """Return the selected sampler if it has this number, otherwise the next one that has it."""
     sampler_ref, _selected.sampler = getattr(_selected, "sampler", None), None
     if sampler_ref is not None and (sampler := sampler_ref()) is not None and sampler.number == number:
         return sampler

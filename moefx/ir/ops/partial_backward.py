@@ -1,4 +1,4 @@
-"""Backwards that need a part of the gradients, and the rest later.
+"""Backwards that compute a part of the gradients, and leave the rest to a later one.
 
 A pipeline schedule that delays gradients of weights runs the nodes of a stage twice: `torch.autograd.grad` by the
 stage's input with `retain_graph=True`, and later by its weights, from the same gradients of the nodes. An op may leave
@@ -7,8 +7,8 @@ its weights to the second run, which then repeats nothing::
     grad(out, x, retain_graph=True)  # ctx.needs is true for x alone; the op sets ctx.delayed
     grad(out, weights)               # ctx.delayed.compute(...)
 
-`BackwardRuns` decides for both kinds of nodes, those of single ops and those of joined ops, whether a run repeats an
-earlier one and only needs what that one has left.
+`BackwardRuns` decides, for nodes of single ops and of joined ops, whether a run only needs the gradients that an
+earlier one has left.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class BackwardRuns:
     def find_needs(self, node: Any) -> Sequence[bool]:
         """Return which inputs of the node need a gradient in the running backward.
 
-        A backward that keeps the graph may need some of them alone. Others are not examined: they pay nothing, and
-        the result is `node.needs_input_grad` itself.
+        Only a backward that keeps the graph may need a part of them. For any other, the result is
+        `node.needs_input_grad` itself, at no cost.
         """
         needs = node.needs_input_grad
         if torch.compiler.is_compiling() or not (self._partial is not None or keeps_graph()):
@@ -78,7 +78,7 @@ class BackwardRuns:
         return [need and _will_run(maker) for need, maker in zip(needs, makers, strict=True)]
 
     def has_left_all(self, needs: Sequence[bool], grads: tuple[Any, ...]) -> bool:
-        """Return whether the run before has left all needed gradients to this one, and had the same incoming ones.
+        """Return whether the previous run had the same incoming gradients, and left all needed ones to this run.
 
         Args:
             needs: whether each input needs a gradient, numbered as for `end`.
@@ -94,7 +94,8 @@ class BackwardRuns:
     def end(
         self, grads: tuple[Any, ...], calls: Sequence[Any], find_inputs: Callable[[Any], Sequence[Iterable[int]]]
     ) -> None:
-        """Note what a run has left to the next one. If its graph is freed, there is none: drop the gradients.
+        """Record the gradients that a run has left to the next one. If the graph is freed there is no next one: drop
+        them.
 
         Args:
             calls: the `ctx` of each op of the node, whose `delayed` is set if it has left gradients.

@@ -1,14 +1,14 @@
 """Memory that the ranks of a process group read from each other, without a copy to the host.
 
-It is torch's symmetric memory: one buffer on each GPU of a node, mapped into the processes of all ranks, and a barrier
-between the devices. All exchanges of a group take turns in one buffer:
+This is torch's symmetric memory: one buffer on each GPU of a node, mapped into the processes of all ranks, and a
+barrier between the devices. All exchanges of a group use one buffer, one after the other:
 
     with shared_columns(columns, num_rows, group) as peers:    copies the columns, then waits until all ranks have
         ... read peers[rank][column] ...
                                                                waits until all ranks have read
 
-so that no rank overwrites what another one still reads. The barriers are steps of the stream: the host runs ahead, and
-a CUDA graph can hold them. Multicast is not used.
+So no rank overwrites data that another one still reads. The barriers run on the stream: the host does not wait, and a
+CUDA graph can hold them. Multicast is not used.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class _PeerViews(NamedTuple):
 
     Attributes:
         peers: for each rank its columns, [num_rows, width] each.
-        own: the rows that this rank fills. padding: rows of integers behind them.
+        own: the rows that this rank fills. padding: the rows after them, in columns of integers.
     """
 
     peers: list[list[Tensor]]
@@ -156,14 +156,14 @@ class PeerMemory:
             raise describe_lost_ranks(error) from error
 
     def _order_streams(self) -> None:
-        """Let the current stream wait for the exchange before, if that ran in another stream."""
+        """Let the current stream wait for the previous exchange, if that ran on another stream."""
         if not is_capturing(self._device):
             self._last_stream.follow(self._device)
         elif not any(memory is self._shared for memory in self._captured):
             self._captured.append(self._shared)  # a capture begins when the device has finished
 
-    def is_of(self, group: dist.ProcessGroup) -> bool:
-        """Return whether this is the memory of a group; another one may have its name."""
+    def belongs_to(self, group: dist.ProcessGroup) -> bool:
+        """Return whether this is the memory of a group: a later group may have the same name."""
         return self._group() is group
 
 
@@ -174,23 +174,22 @@ def open_peer_memory(name: str, device: torch.device) -> PeerMemory:
     """Return the memory of the process group with this name."""
     group = get_group(name)
     memory = _memories.get(name)
-    if memory is None or not memory.is_of(group):
+    if memory is None or not memory.belongs_to(group):
         memory = _memories[name] = PeerMemory(group, device)
     return memory
 
 
 @contextlib.contextmanager
 def shared_columns(columns: Sequence[Tensor], num_rows: int, group: str, room: int = 0) -> Iterator[list[list[Tensor]]]:
-    """Show this rank's columns [rows, width] to all ranks of the group, and theirs to this one.
+    """Share columns [rows, width] between all ranks of the group.
 
     Args:
-        num_rows: number of rows that all ranks share, at least those of `columns`; rows behind them hold any values in
-            columns of floating dtype, and -1 in those of integers.
-        room: number of such rows to allocate memory for, if later exchanges share more than `num_rows`; equal on all
-            ranks.
+        num_rows: rows that each rank shares, at least as many as `columns` have. The rows after these are -1 in columns
+            of integers, and hold any values in columns of floating dtype.
+        room: rows to allocate memory for, if later exchanges share more than `num_rows`; equal on all ranks.
 
     Yields:
-        For each rank, its columns. They may be read until the end of the context. If it ends with an error, the other
+        The columns of each rank, which may be read until the end of the context. If it ends with an error, the other
         ranks wait until the timeout.
 
     Raises:
@@ -215,7 +214,7 @@ def find_access_obstacle(name: str, device_type: str) -> str | None:
 
 
 def _try_on_all_ranks(group: dist.ProcessGroup, step: Callable[[], object]) -> str | None:
-    """Return the first error that a rank has met, or None. Collective."""
+    """Run a step on all ranks. Return the first error of a rank, or None. Collective."""
     obstacle = None
     try:
         step()

@@ -22,7 +22,7 @@ from torch import Tensor
 from .exchange_routes import find_destination_ranks
 from .op_definition import op, unpack_saved
 from .peer_memory import shared_columns
-from .token_gather import choose_length, fake_length, fill_gradients
+from .token_gather import choose_length, fill_gradients, make_fake_length
 from .uneven_all_to_all import get_group
 
 # -- kernels
@@ -169,7 +169,7 @@ add_rows.fake(lambda peers, destinations, **_: peers[0].new_empty((destinations.
 
 @pull_tokens.fake
 def _(token_values, slot_values, destinations, length, *, max_tokens, first_place, experts_per_rank, size, group):
-    rows = size * fake_length(length, max_tokens)
+    rows = size * make_fake_length(length, max_tokens)
     return [t.new_empty((rows, t.shape[1])) for t in (*token_values, destinations, *slot_values)]
 
 

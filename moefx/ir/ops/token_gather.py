@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import InvalidInput, RanksLost
-from .op_definition import op, own_memory, unpack_saved
+from .op_definition import copy_unless_joined, op, unpack_saved
 from .row_packing import Column, RowLayout, join_columns, split_columns
 from .uneven_all_to_all import format_ranks, get_group, raise_ranks_lost, refuse_capture, wait_for_collective
 
@@ -138,7 +138,7 @@ def gather_tokens(
 )
 def gather_tokens_backward(sent: list[Tensor], *, num_tokens: int) -> list[Tensor]:
     """Wait for the gradients of this rank's tokens and slots, and cut off the padding."""
-    return [own_memory(wait_for_collective(part)[:num_tokens]) for part in sent]
+    return [copy_unless_joined(wait_for_collective(part)[:num_tokens]) for part in sent]
 
 
 @op(
@@ -166,7 +166,7 @@ def wait_gathered(
     named = {"dtypes": [c.dtype_name for c in layout], "widths": [c.width for c in layout]}
     *values, all_destinations = split_columns([packed], **named, places=False)
     return [
-        *map(own_memory, token_values),
+        *map(copy_unless_joined, token_values),
         all_destinations - first_place if first_place else all_destinations,
         *values,
     ]
@@ -205,7 +205,7 @@ def scatter_sums(sums: Tensor, *, size: int, group: str) -> tuple[Tensor, Tensor
 def wait_scattered(sent: Tensor, ticket: Tensor, destinations: Tensor, *, size: int, group: str) -> Tensor:
     """Wait for the sums of this rank's tokens, [S,D]."""
     rows = wait_for_collective(sent)
-    return own_memory(rows) if rows.shape[0] == destinations.shape[0] else rows[: destinations.shape[0]].clone()
+    return copy_unless_joined(rows) if rows.shape[0] == destinations.shape[0] else rows[: destinations.shape[0]].clone()
 
 
 @op(
@@ -236,7 +236,7 @@ def start_scatter(parts: Sequence[Tensor], size: int, group: str) -> list[Tensor
 # -- registration
 
 
-def fake_length(length: Any, max_tokens: int) -> Any:
+def make_fake_length(length: Any, max_tokens: int) -> Any:
     return torch.library.get_ctx().new_dynamic_size() if length is not None else max_tokens
 
 
@@ -245,7 +245,7 @@ agree_length.fake(lambda destinations, **_: torch.empty(1, dtype=torch.int64))
 
 @gather_tokens.fake
 def _(token_values, slot_values, destinations, length, *, max_tokens, size, group):
-    rows = fake_length(length, max_tokens)
+    rows = make_fake_length(length, max_tokens)
     packed = destinations.new_empty(
         (size * rows, _build_slot_layout(slot_values, destinations).num_bytes), dtype=torch.uint8
     )

@@ -50,7 +50,7 @@ def build_pft(
     (largest weight first, ties by entry). Entries dropped by id or `keep` do not queue.
 
     Args:
-        num_rows: number of valid entries, int64 [1] on the host, if known. B is then `padded_row_count`, otherwise S*K.
+        num_rows: number of valid entries, int64 [1] on the host, if known. B is then `round_up_rows`, otherwise S*K.
             Entries beyond B are dropped. Not with `capacity`.
 
     Returns:
@@ -61,7 +61,7 @@ def build_pft(
     """
     _check_routing(topk_ids, topk_weights, keep, num_rows, num_experts, capacity, drop)
     top_k, num_entries, device = topk_ids.shape[1], topk_ids.numel(), topk_ids.device
-    room = padded_row_count(num_rows, topk_ids)
+    room = round_up_rows(num_rows, topk_ids)
     expert_ids = topk_ids.reshape(-1)
     if expert_ids.element_size() < 4:
         expert_ids = expert_ids.to(torch.int32)  # num_experts itself may not fit into int8
@@ -93,7 +93,7 @@ def build_pft(
     return token_ids, slot_ids, expert_offsets, inverse, combine_weights
 
 
-def padded_row_count(num_rows: Tensor | None, topk_ids: Tensor) -> int:
+def round_up_rows(num_rows: Tensor | None, topk_ids: Tensor) -> int:
     """Return the number of rows B: `num_rows` rounded up by at most 1/64, so that few distinct sizes occur and the
     allocator can reuse blocks."""
     if num_rows is None:

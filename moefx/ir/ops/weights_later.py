@@ -14,8 +14,8 @@ from .op_definition import op
 def weights_later(up: list[Tensor], down: list[Tensor]) -> Tensor:
     """Mark where the backward computes the gradients of an `expert_mlp`'s matrices, as if they were used here.
 
-    They may wait longer than the gradient of x. Autograd runs in reverse order of the forward: the matrices' gradients
-    come after the nodes between this op and the `expert_mlp`, and before the nodes ahead of this op.
+    No other node waits for these gradients. Autograd runs in reverse order of the forward: it computes them after the
+    nodes between this op and the `expert_mlp`, and before the nodes ahead of this op.
 
     Returns:
         An empty tensor for `expert_mlp(later=...)`.

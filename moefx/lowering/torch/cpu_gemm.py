@@ -2,7 +2,7 @@
 
 torch sends float32 GEMMs to MKL, which runs its AVX2 kernels on AMD processors. oneDNN (in every x86 build of torch,
 used by Inductor too) uses AVX-512 there, and is 1.6 to 2 times faster for large GEMMs on Zen 5. It compiles a kernel
-for every new shape, so numbers of rows are rounded up first (see `padding`).
+for every new shape, so numbers of rows are rounded up first (see `choose_padding`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _K_BLOCK = 512
 
 def linear(left: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute left @ w.t() + bias."""
-    if not _use_onednn(left, w):
+    if not _should_use_onednn(left, w):
         return left @ w.t() if bias is None else torch.addmm(bias, left, w.t())
     if left.shape[1] <= _K_BLOCK:
         product = _onednn(left, w)
@@ -36,7 +36,7 @@ def linear_into(out: Tensor, left: Tensor, w: Tensor, bias: Tensor | None = None
     `out` may have another floating dtype than the operands. The bias has the dtype of `left`; 16-bit sums with it are
     rounded once, as in `torch.nn.functional.linear`.
     """
-    if not _use_onednn(left, w):
+    if not _should_use_onednn(left, w):
         if out.dtype != left.dtype:  # gradients of float32 parameters under autocast
             product = linear(left, w, bias)
             return out.add_(product) if add else out.copy_(product)
@@ -57,13 +57,13 @@ def _onednn(left: Tensor, w: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise.default(left, w, None, "none", [], "")
 
 
-def _use_onednn(left: Tensor, w: Tensor) -> bool:
+def _should_use_onednn(left: Tensor, w: Tensor) -> bool:
     large = left.numel() * w.shape[0] >= _MIN_SIZE
-    return large and left.dtype is torch.float32 and left.device.type == "cpu" and onednn_is_faster()
+    return large and left.dtype is torch.float32 and left.device.type == "cpu" and is_onednn_faster()
 
 
-def padding(num_rows: int, matrix_size: int, dtype: torch.dtype) -> int | None:
-    """Number of rows to add to an expert's rows, so that its GEMMs have few different sizes.
+def choose_padding(num_rows: int, matrix_size: int, dtype: torch.dtype) -> int | None:
+    """Return the number of rows to add to an expert's rows, so that its GEMMs have few different sizes.
 
     oneDNN takes 0.4 ms for the first GEMM with a new number of rows and 1.5 ms for a new inner size, and caches 1024
     kernels. Routing changes the number of rows in every step. Rounding leaves about 16 sizes in an octave.
@@ -74,14 +74,14 @@ def padding(num_rows: int, matrix_size: int, dtype: torch.dtype) -> int | None:
     Returns:
         None if torch's own GEMMs run, which need no padding.
     """
-    if num_rows * matrix_size < _MIN_SIZE or dtype is not torch.float32 or not onednn_is_faster():
+    if num_rows * matrix_size < _MIN_SIZE or dtype is not torch.float32 or not is_onednn_faster():
         return None
     step = max(8, 1 << num_rows.bit_length() >> 5)
     return -num_rows % step
 
 
 @functools.cache
-def onednn_is_faster() -> bool:
+def is_onednn_faster() -> bool:
     """Return whether float32 GEMMs go to oneDNN: an AMD processor with AVX-512, and a torch with MKL and oneDNN."""
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False

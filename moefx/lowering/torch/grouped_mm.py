@@ -15,13 +15,13 @@ from torch import Tensor
 
 from ...ir.ops.expert_gemms import (
     check_dtypes,
-    expert_of_row,
+    check_weight_shape,
     expert_rows_backward,
+    find_row_experts,
     grouped_mm,
     grouped_mm_backward,
+    has_separate_gradients,
     is_stacked,
-    separate_gradients,
-    weight_shape,
 )
 from ...ir.ops.token_routing import combine
 from .segments import PftIndex
@@ -37,21 +37,23 @@ def supports_grouped_mm(rows: Tensor, dtype: torch.dtype | None, *weights: Seque
     widths = [rows.shape[-1], *(size for w in weights for size in w[0].shape[-2:])]
     # Stacked weights are read in place, by their strides. Separate weights, or weights to be cast, may be copied.
     in_place = [w[0] for w in weights if is_stacked(w, 2) and w[0].dtype is torch.bfloat16]
-    return all(w % _ALIGNMENT == 0 for w in widths) and all(map(_readable, in_place)) and _fused(rows.device)
+    return (
+        all(w % _ALIGNMENT == 0 for w in widths) and all(map(_is_readable, in_place)) and _has_fused_kernel(rows.device)
+    )
 
 
 @functools.cache
-def _fused(device: torch.device) -> bool:
+def _has_fused_kernel(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def _readable(w: Tensor) -> bool:
+def _is_readable(w: Tensor) -> bool:
     *outer, row, column = w.stride()
     strides = (*outer, max(row, column))
     return min(row, column) == 1 and all(s % _ALIGNMENT == 0 for s in strides) and w.data_ptr() % 16 == 0
 
 
-def _gemm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+def _multiply_grouped(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """Multiply [B,n] @ [E,n,m] in blocks of rows, or [n,B] @ [B,m] -> [E,n,m] in blocks of the inner dimension."""
     return torch.nn.functional.grouped_mm(left, right, offs=ends)
 
@@ -90,22 +92,22 @@ class GroupedGemms:
         if then is not None:
             then(WholeGroup(), result)
 
-    def weights(self, w: Sequence[Tensor], transposed: bool) -> Tensor:
+    def prepare_weights(self, w: Sequence[Tensor], transposed: bool) -> Tensor:
         stacked = stack_weights(w, self.dtype)
         return stacked.transpose(1, 2) if transposed else stacked
 
-    def flip(self, w: Tensor) -> Tensor:
+    def transpose_weights(self, w: Tensor) -> Tensor:
         return w.transpose(1, 2)
 
-    def biases(self, v: Sequence[Tensor] | None) -> Tensor | None:
+    def prepare_biases(self, v: Sequence[Tensor] | None) -> Tensor | None:
         if v is None:
             return None
         return v[0] if is_stacked(v, 1) else torch.stack(list(v))
 
-    def read(self, rows: Tensor) -> list[Tensor]:
+    def input_slices(self, rows: Tensor) -> list[Tensor]:
         return [rows]
 
-    def slices(self, rows: Tensor) -> list[Tensor]:
+    def result_slices(self, rows: Tensor) -> list[Tensor]:
         return [rows]
 
     def new_rows(self, like: Tensor, num_rows: int, width: int, dtype: torch.dtype) -> Tensor | None:
@@ -121,7 +123,7 @@ class GroupedGemms:
         return rows
 
     def finish_stack(self, stack: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-        if separate_gradients(parameters, stack.dim() - 1):
+        if has_separate_gradients(parameters, stack.dim() - 1):
             return [g.clone() for g in stack]
         return [stack.contiguous()]
 
@@ -135,17 +137,17 @@ class GroupedGemms:
         bias: Tensor | None = None,
         add: bool = False,
     ) -> Tensor:
-        product = self.add_bias(group, _gemm(rows.contiguous(), w, self.ends), bias)
+        product = self.add_bias(group, _multiply_grouped(rows.contiguous(), w, self.ends), bias)
         return product if out is None or not add else out.add_(product)
 
     def outer(self, group: WholeGroup, left: Tensor, right: Tensor, out: None, dtype: torch.dtype) -> Tensor:
-        return _gemm(left.contiguous().t(), right.contiguous(), self.ends).to(dtype)
+        return _multiply_grouped(left.contiguous().t(), right.contiguous(), self.ends).to(dtype)
 
     def add_bias(self, group: WholeGroup, rows: Tensor, bias: Tensor | None) -> Tensor:
-        return rows if bias is None else rows.add_(self._by_row(bias, rows))
+        return rows if bias is None else rows.add_(self._repeat_by_row(bias, rows))
 
     def dot_bias(self, group: WholeGroup, rows: Tensor, bias: Tensor) -> Tensor:
-        return (rows * self._by_row(bias, rows)).sum(1, keepdim=True, dtype=torch.float32)
+        return (rows * self._repeat_by_row(bias, rows)).sum(1, keepdim=True, dtype=torch.float32)
 
     def sum_rows(self, group: WholeGroup, rows: Tensor, out: None, dtype: torch.dtype) -> Tensor:
         # A GEMM with ones accumulates in float32 and fixed order, and ignores the tail.
@@ -153,8 +155,8 @@ class GroupedGemms:
         ones = torch.ones((rows.shape[0], _ALIGNMENT), dtype=rows.dtype, device=rows.device)
         return self.outer(group, ones, rows, None, dtype)[:, 0]
 
-    def _by_row(self, table: Tensor, rows: Tensor) -> Tensor:
-        return table.to(rows.dtype).index_select(0, expert_of_row(self.expert_offsets, rows.shape[0]))
+    def _repeat_by_row(self, table: Tensor, rows: Tensor) -> Tensor:
+        return table.to(rows.dtype).index_select(0, find_row_experts(self.expert_offsets, rows.shape[0]))
 
 
 class TokenSum:
@@ -183,8 +185,8 @@ def _grouped_mm(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     gemms = GroupedGemms(expert_offsets, check_dtypes("grouped_mm", rows, w, dtype))
-    weight_shape("grouped_mm", w, expert_offsets, transposed, rows.shape[1])
-    product = gemms.multiply(WholeGroup(), rows, gemms.weights(w, transposed))
+    check_weight_shape("grouped_mm", w, expert_offsets, transposed, rows.shape[1])
+    product = gemms.multiply(WholeGroup(), rows, gemms.prepare_weights(w, transposed))
     return product if summand is None else product.add_(summand)
 
 

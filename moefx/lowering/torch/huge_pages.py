@@ -16,10 +16,10 @@ _MADV_HUGEPAGE = 14
 
 
 def new_buffer(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-    """Return an uninitialised tensor on the device of `like`, with its dtype unless there is another one.
+    """Return an uninitialised tensor on the device of `like`, by default with its dtype.
 
-    Allocators give memory of this size back to the system when it is freed, so every step touches it for the
-    first time. If Linux gives huge pages on request only (the default of most distributions), request them.
+    Allocators return memory of this size to the system when it is freed, so every step touches new pages. If Linux
+    gives huge pages on request only (the default of most distributions), request them.
     """
     tensor = like.new_empty(shape, dtype=dtype)
     advise = _madvise() if tensor.nbytes >= _LARGE and tensor.device.type == "cpu" else None

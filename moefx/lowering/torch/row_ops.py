@@ -12,7 +12,7 @@ from ...ir.ops.token_routing import combine, combine_backward
 _BLOCK = 1024
 
 
-def _on_cpu(rows: Tensor, combine_weights: Tensor | None, *_: Tensor) -> bool:
+def _supports_bag(rows: Tensor, combine_weights: Tensor | None, *_: Tensor) -> bool:
     # embedding_bag needs weights in the rows' dtype, and accumulates in float32 or better only for these dtypes.
     wide = _sum_dtype(rows)
     has_same_dtype = combine_weights is None or torch.promote_types(combine_weights.dtype, wide) == wide
@@ -23,7 +23,7 @@ def _sum_dtype(rows: Tensor) -> torch.dtype:
     return torch.promote_types(rows.dtype, torch.float32)
 
 
-@combine.provider("bag", supports=_on_cpu)
+@combine.provider("bag", supports=_supports_bag)
 def _combine(
     rows: Tensor, combine_weights: Tensor | None, token_ids: Tensor, expert_offsets: Tensor, inverse: Tensor
 ) -> Tensor:

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from ...ir.ops.expert_gemms import (
     check_dtypes,
+    check_weight_shape,
     grouped_mm,
     grouped_mm_backward,
-    per_expert,
-    separate_gradients,
-    weight_shape,
+    has_separate_gradients,
+    list_expert_tensors,
 )
 from ...ir.ops.token_routing import combine
-from .cpu_gemm import linear, linear_into, padding
+from .cpu_gemm import choose_padding, linear, linear_into
 from .huge_pages import new_buffer
 from .thread_pool import for_each
 from .weight_lists import unstack_weights
@@ -114,13 +114,13 @@ class SegmentGemms:
         self.on_cpu = expert_offsets.device.type == "cpu"
         smallest, largest = _GROUP_ROWS  # in between, a few groups for each worker
         max_rows = max(smallest, min(largest, self.num_valid // 8)) if self.on_cpu else self.num_valid
-        self.unhit = [e for e in range(self.num_experts) if offsets[e] == offsets[e + 1]]
+        self.idle_experts = [e for e in range(self.num_experts) if offsets[e] == offsets[e + 1]]
         self.groups: list[Group] = []
         is_open = False  # whether the last group takes another expert
         for expert, (start, stop) in enumerate(pairwise(offsets)):
             if (size := stop - start) == 0:
                 continue
-            pad = padding(size, matrix_size, dtype) if self.on_cpu else None
+            pad = choose_padding(size, matrix_size, dtype) if self.on_cpu else None
             if is_open and pad is None and self.groups[-1].num_rows + size <= max_rows:
                 self.groups[-1].experts.append(expert)
                 self.groups[-1].sizes.append(size)
@@ -141,19 +141,19 @@ class SegmentGemms:
 
     # -- parameters --
 
-    def weights(self, w: Sequence[Tensor], transposed: bool) -> Operands:
-        operands = Operands(unstack_weights(w, self.dtype), self.dtype)
-        return operands if transposed else self.flip(operands)
+    def prepare_weights(self, w: Sequence[Tensor], transposed: bool) -> WeightMatrices:
+        operands = WeightMatrices(unstack_weights(w, self.dtype), self.dtype)
+        return operands if transposed else self.transpose_weights(operands)
 
-    def flip(self, w: Operands) -> Operands:
-        return Operands([matrix.t() for matrix in w.matrices], w.dtype)
+    def transpose_weights(self, w: WeightMatrices) -> WeightMatrices:
+        return WeightMatrices([matrix.t() for matrix in w.matrices], w.dtype)
 
-    def biases(self, v: Sequence[Tensor] | None) -> Sequence[Tensor] | None:
-        return None if v is None else per_expert(v, 1)
+    def prepare_biases(self, v: Sequence[Tensor] | None) -> Sequence[Tensor] | None:
+        return None if v is None else list_expert_tensors(v, 1)
 
     # -- rows, by group --
 
-    def read(self, rows: Tensor) -> Sequence[Tensor]:
+    def input_slices(self, rows: Tensor) -> Sequence[Tensor]:
         """Return the rows of an argument that each group reads, padding included."""
         return [self._rows(rows, group.start, group.stop) for group in self.groups]
 
@@ -164,7 +164,7 @@ class SegmentGemms:
         last = rows[self.num_valid - 1].expand(stop - self.num_valid, *rows.shape[1:])
         return torch.cat([rows[start : self.num_valid], last])
 
-    def slices(self, rows: Tensor) -> Sequence[Tensor]:
+    def result_slices(self, rows: Tensor) -> Sequence[Tensor]:
         """Return the slice of a result that each group writes."""
         return torch.split_with_sizes(rows[: self.num_valid], [group.num_rows for group in self.groups])
 
@@ -173,13 +173,13 @@ class SegmentGemms:
     def new_rows(self, like: Tensor, num_rows: int, width: int, dtype: torch.dtype) -> Tensor | None:
         return new_buffer(like, (num_rows, width), dtype)
 
-    def new_sum(self, index: PftIndex, width: int, dtype: torch.dtype) -> TokenSum | RowsToSum:
+    def new_sum(self, index: PftIndex, width: int, dtype: torch.dtype) -> TokenSum | BufferedTokenSum:
         # On GPUs index_add_ uses atomics, whose order varies.
-        return (TokenSum if self.on_cpu else RowsToSum)(self, index, width, dtype)
+        return (TokenSum if self.on_cpu else BufferedTokenSum)(self, index, width, dtype)
 
     def new_stack(self, parameters: Sequence[Tensor], dim: int) -> Tensor | list[Any]:
         """Return an empty container for the parameters' gradients: a stack, or a list with an item for each expert."""
-        if separate_gradients(parameters, dim):
+        if has_separate_gradients(parameters, dim):
             return [None] * self.num_experts
         return new_buffer(parameters[0], (self.num_experts, *parameters[0].shape[-dim:]))
 
@@ -191,7 +191,7 @@ class SegmentGemms:
 
     def finish_stack(self, stack: Any, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Return the finished gradients, with zeros for experts without rows."""
-        for e in self.unhit:
+        for e in self.idle_experts:
             stack[e] = 0 if isinstance(stack, Tensor) else torch.zeros_like(parameters[e])
         return [stack] if isinstance(stack, Tensor) else stack
 
@@ -201,7 +201,7 @@ class SegmentGemms:
         self,
         group: Group,
         rows: Tensor,
-        w: Operands,
+        w: WeightMatrices,
         out: Tensor | None = None,
         *,
         bias: Sequence[Tensor] | None = None,
@@ -220,7 +220,7 @@ class SegmentGemms:
             linear_into(result, left, w[e], b, add=add)
         return out
 
-    def multiply_add(self, group: Group, rows: Tensor, w: Operands, summand: Tensor, out: Tensor) -> Tensor:
+    def multiply_add(self, group: Group, rows: Tensor, w: WeightMatrices, summand: Tensor, out: Tensor) -> Tensor:
         """Compute out[r] = rows[r] @ w[e] + summand[r], rounded once. Returns a new tensor if there is padding."""
         if group.padding:
             return linear(rows, w[group.experts[0]], summand)
@@ -267,7 +267,7 @@ class TokenSum:
     """
 
     def __init__(self, gemms: SegmentGemms, index: PftIndex, width: int, dtype: torch.dtype):
-        self.token_ids = gemms.slices(index.token_ids.long())  # index_add_ is twice as fast with int64
+        self.token_ids = gemms.result_slices(index.token_ids.long())  # index_add_ is twice as fast with int64
         self.dtype = dtype
         shape, wide = (index.inverse.shape[0], width), torch.promote_types(dtype, torch.float32)
         self.total = torch.zeros(shape, dtype=wide, device=index.token_ids.device)
@@ -281,13 +281,13 @@ class TokenSum:
         return self.total.to(self.dtype)
 
 
-class RowsToSum:
+class BufferedTokenSum:
     """The sum of each token's rows, [S,width], by `combine` from a buffer of all rows."""
 
     def __init__(self, gemms: SegmentGemms, index: PftIndex, width: int, dtype: torch.dtype):
         shape, device = (index.token_ids.shape[0], width), index.token_ids.device
         self.index, self.rows = index, torch.empty(shape, dtype=dtype, device=device)
-        self.slices = gemms.slices(self.rows)
+        self.slices = gemms.result_slices(self.rows)
 
     def add(self, group: Group, rows: Tensor) -> None:
         self.slices[group.index].copy_(group.drop_padding(rows))
@@ -296,7 +296,7 @@ class RowsToSum:
         return combine(self.rows, None, self.index.token_ids, self.index.expert_offsets, self.index.inverse)
 
 
-class Operands:
+class WeightMatrices:
     """Each expert's matrix as [out, in], cast on access."""
 
     def __init__(self, matrices: Sequence[Tensor], dtype: torch.dtype):
@@ -318,11 +318,11 @@ def _grouped_mm(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     dtype = check_dtypes("grouped_mm", rows, w, dtype)
-    num_in, num_out = weight_shape("grouped_mm", w, expert_offsets, transposed, rows.shape[1])
+    num_in, num_out = check_weight_shape("grouped_mm", w, expert_offsets, transposed, rows.shape[1])
     gemms = SegmentGemms(expert_offsets, dtype, num_in * num_out)
-    out, operands = new_buffer(rows, (rows.shape[0], num_out)), gemms.weights(w, transposed)
-    operand_rows, slices = gemms.read(rows), gemms.slices(out)
-    summands = None if summand is None else gemms.read(summand)
+    out, operands = new_buffer(rows, (rows.shape[0], num_out)), gemms.prepare_weights(w, transposed)
+    operand_rows, slices = gemms.input_slices(rows), gemms.result_slices(out)
+    summands = None if summand is None else gemms.input_slices(summand)
 
     def run(group: Group) -> None:
         part = slices[group.index]
@@ -344,7 +344,7 @@ def _grouped_mm_backward(
     gemms = SegmentGemms(expert_offsets, rows.dtype, size := grad.shape[1] * rows.shape[1])
     shape = (grad.shape[1], rows.shape[1]) if transposed else (rows.shape[1], grad.shape[1])
     out = new_buffer(rows, (gemms.num_experts, *shape), dtype)
-    grads, inputs = gemms.read(grad), gemms.read(rows)
+    grads, inputs = gemms.input_slices(grad), gemms.input_slices(rows)
 
     def run(group: Group) -> None:
         left, right = group.clear_padding(grads[group.index], copy=True), inputs[group.index]

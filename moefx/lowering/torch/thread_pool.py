@@ -45,9 +45,9 @@ def for_each(
                 then(item, result)
         return
     tasks, lock = enumerate(items), threading.Lock()
-    in_order = _InOrder(items, then)
+    in_order = _OrderedResults(items, then)
 
-    def drain() -> None:
+    def run_tasks() -> None:
         # New threads have torch's default state; an op works below autograd.
         with torch._C._AutoDispatchBelowAutograd(), torch.no_grad():
             while True:
@@ -58,15 +58,15 @@ def for_each(
                 in_order.put(index, work(item))
 
     _release_idle_threads()
-    pool = _pool(num_threads, os.getpid())  # threads do not survive a fork
-    futures = [pool.submit(drain) for _ in range(num_workers)]
+    pool = _get_pool(num_threads, os.getpid())  # threads do not survive a fork
+    futures = [pool.submit(run_tasks) for _ in range(num_workers)]
     wait(futures)
     for future in futures:
         future.result()
 
 
-class _InOrder:
-    """Passes results on in order. No worker waits: the one with the next result also passes on the early ones."""
+class _OrderedResults:
+    """Passes results on in order. No worker waits: the one with the next result also passes on any early results."""
 
     def __init__(self, items: Sequence[Any], then: Callable[[Any, Any], None] | None):
         self.items, self.then = items, then
@@ -111,7 +111,7 @@ def _openmp_pause() -> Callable[[int], int] | None:
 
 
 @functools.lru_cache(maxsize=1)
-def _pool(num_threads: int, pid: int) -> ThreadPoolExecutor:
+def _get_pool(num_threads: int, pid: int) -> ThreadPoolExecutor:
     num_workers = min(num_threads, _MAX_WORKERS)
     barrier = threading.Barrier(num_workers + 1)
 
@@ -122,7 +122,7 @@ def _pool(num_threads: int, pid: int) -> ThreadPoolExecutor:
 
     pool = ThreadPoolExecutor(num_workers, thread_name_prefix="moefx")
     for _ in range(num_workers):
-        pool.submit(start)  # the barrier makes each call run in a thread of its own
+        pool.submit(start)  # the barrier makes each call run in a different thread
     barrier.wait()
     # Setting the number of threads also changes the default of new threads: restore it.
     torch.set_num_threads(num_threads)

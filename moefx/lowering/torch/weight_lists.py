@@ -23,7 +23,7 @@ def stack_weights(w: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     if is_stacked(w, 2):
         _count("stacked", w, dtype)
         return w[0].to(dtype)
-    view = strided_view(w)
+    view = make_strided_view(w)
     if view is not None:
         _count("view", w, dtype)
         return view.to(dtype)
@@ -41,7 +41,7 @@ def _count(path: str, w: Sequence[Tensor], dtype: torch.dtype) -> None:
         count_weight_path("cast")
 
 
-def strided_view(w: Sequence[Tensor]) -> Tensor | None:
+def make_strided_view(w: Sequence[Tensor]) -> Tensor | None:
     """Return a view [E,...] over equally spaced tensors of one storage; None if they are not."""
     first, size = w[0], w[0].element_size()
     spacing = w[1].data_ptr() - first.data_ptr() if len(w) > 1 else first.numel() * size

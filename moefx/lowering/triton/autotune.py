@@ -27,7 +27,7 @@ from triton.errors import TritonError
 from ...errors import InvalidPlan
 from .launch_replay import pause_recording
 from .tile_configs import Config
-from .timing import milliseconds, settle
+from .timing import measure_milliseconds, settle_clock
 
 _log = logging.getLogger(__name__)
 _MIN_FLOPS = 2e9  # smaller GEMMs take less time than their launch
@@ -57,7 +57,7 @@ def can_tune(shape: Sequence[int], num_experts: int) -> bool:
     """Return whether a GEMM is worth tuning, may be timed now, and time is left.
 
     Args:
-        shape: see `tuning.config`.
+        shape: see `tuning.choose_config`.
     """
     columns, inner, rows = shape
     if seconds_left() <= 0 or 2.0 * columns * inner * rows * num_experts < _MIN_FLOPS:
@@ -99,13 +99,13 @@ def time_candidates(
     rounds: int,
     repeats: int,
     seconds: float,
-    settled: float = 0.0,
+    settle_seconds: float = 0.0,
 ) -> tuple[dict[Config, list[float]], bool]:
     """Time each candidate that fits, `rounds` times.
 
     Args:
         seconds: time limit for trying candidates.
-        settled: seconds of work before each measurement: steady work lowers the clock, for some candidates more.
+        settle_seconds: seconds of work before each measurement: steady work lowers the clock, for some candidates more.
 
     Returns:
         Milliseconds of each candidate; and whether all candidates were tried in time.
@@ -123,11 +123,11 @@ def time_candidates(
                 raise
             _log.info("%s does not fit: %s", tiles.text, str(error)[:200])
     times: dict[Config, list[float]] = {tiles: [] for tiles in fit}
-    # In turns, because a GPU's clock changes under load by more than candidates differ.
+    # Alternate between candidates: a GPU's clock changes under load by more than they differ.
     for tiles in [tiles for _ in range(rounds) for tiles in fit]:
         try:
-            settle(functools.partial(trial, tiles), settled)
-            times[tiles].append(milliseconds(functools.partial(trial, tiles), repeats=repeats, warmup=1))
+            settle_clock(functools.partial(trial, tiles), settle_seconds)
+            times[tiles].append(measure_milliseconds(functools.partial(trial, tiles), repeats=repeats, warmup=1))
         except torch.cuda.OutOfMemoryError:  # timing needs more memory than the call itself
             times.pop(tiles, None)
             return {tiles: durations for tiles, durations in times.items() if durations}, False

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...ir.ops.token_routing import padded_row_count
+from ...ir.ops.token_routing import round_up_rows
 from .launch import cdiv, use_device
 from .launch_replay import apply, empty, launch, replay_or_record
 
@@ -30,7 +30,7 @@ _VARYING = ["num_entries", "num_blocks", "capacity", "room"]
 
 
 @triton.jit
-def _experts_of(topk_ids, keep, entry, in_list, E: tl.constexpr, HAS_KEEP: tl.constexpr):
+def _load_expert_ids(topk_ids, keep, entry, in_list, E: tl.constexpr, HAS_KEEP: tl.constexpr):
     """Return the expert of each entry, or E for dropped entries, which sort last."""
     expert = tl.load(topk_ids + entry, mask=in_list, other=-1)
     valid = in_list & (expert >= 0) & (expert < E)
@@ -48,7 +48,7 @@ def count_kernel(
     """counts[e, q, block] of the entries. QUEUES is K if drops go slot by slot, otherwise 1."""
     block = tl.program_id(0)
     entry = block * BLOCK + tl.arange(0, BLOCK)
-    expert = _experts_of(topk_ids, keep, entry, entry < num_entries, E, HAS_KEEP)
+    expert = _load_expert_ids(topk_ids, keep, entry, entry < num_entries, E, HAS_KEEP)
     bins = tl.arange(0, E_BINS)
     for queue in tl.static_range(QUEUES):
         counted = expert < E
@@ -105,7 +105,7 @@ def scan_kernel(
         cut = tl.where(capacity > 0, num_entries, 0)
         if num_left > 0:
             entry = full_block * BLOCK + tl.arange(0, BLOCK)
-            at = _experts_of(topk_ids, keep, entry, entry < num_entries, E, HAS_KEEP)
+            at = _load_expert_ids(topk_ids, keep, entry, entry < num_entries, E, HAS_KEEP)
             is_counted = ((at == expert) & (entry % K == full_queue)).to(tl.int32)
             is_last = (tl.cumsum(is_counted, 0) == num_left) & (is_counted > 0)
             token = tl.sum(tl.where(is_last, entry // K, 0), 0)
@@ -135,7 +135,7 @@ def scatter_kernel(
         tl.store(expert_offsets + E + bins, tl.minimum(num_rows, room) + bins, mask=bins < 1)
 
     entry = block * BLOCK + offset
-    expert = _experts_of(topk_ids, keep, entry, entry < num_entries, E, HAS_KEEP)
+    expert = _load_expert_ids(topk_ids, keep, entry, entry < num_entries, E, HAS_KEEP)
     if BY_SLOT:
         queue_position = (entry % K) * (num_entries // K) + entry // K
         cut = tl.load(cuts + expert, mask=expert < E, other=0)
@@ -170,7 +170,7 @@ def scatter_kernel(
 
 
 @triton.jit
-def _sortable(weight):
+def _make_sort_key(weight):
     """float32 as uint32 in the same order. NaNs are above all numbers, and -0 equals 0."""
     weight = weight.to(tl.float32)
     bits = tl.where(weight == 0, 0.0, weight).to(tl.uint32, bitcast=True)
@@ -197,40 +197,40 @@ def select_kernel(
         tl.store(expert_offsets + E + bins, num_rows + bins, mask=bins < 1)
     row = tl.sum(tl.where(bins == expert, start, 0), 0)
     staged = tl.sum(tl.where(bins < expert, total, 0), 0)
-    num_mine = tl.sum(tl.where(bins == expert, total, 0), 0)
+    num_entries_of_expert = tl.sum(tl.where(bins == expert, total, 0), 0)
 
     # Find the smallest kept weight, digit by digit from the top; `num_wanted` entries with that weight are kept.
-    threshold, num_wanted = tl.zeros((), tl.uint32), tl.minimum(num_mine, capacity)
-    num_eligible = tl.where(num_wanted > 0, num_mine, 0)
+    threshold, num_wanted = tl.zeros((), tl.uint32), tl.minimum(num_entries_of_expert, capacity)
+    num_eligible = tl.where(num_wanted > 0, num_entries_of_expert, 0)
     for step in tl.static_range(4):
         low = 24 - 8 * step
         count = tl.zeros((DIGIT,), tl.int32)
-        for begin in range(0, num_mine, BLOCK):
-            in_range = begin + offset < num_mine
-            key = _sortable(tl.load(staged_weights + staged + begin + offset, mask=in_range, other=0.0))
+        for begin in range(0, num_entries_of_expert, BLOCK):
+            in_range = begin + offset < num_entries_of_expert
+            sort_key = _make_sort_key(tl.load(staged_weights + staged + begin + offset, mask=in_range, other=0.0))
             if step > 0:
-                in_range = in_range & ((key >> (low + 8)) == (threshold >> (low + 8)))
-            count += tl.histogram(((key >> low) & (DIGIT - 1)).to(tl.int32), DIGIT, mask=in_range)
+                in_range = in_range & ((sort_key >> (low + 8)) == (threshold >> (low + 8)))
+            count += tl.histogram(((sort_key >> low) & (DIGIT - 1)).to(tl.int32), DIGIT, mask=in_range)
         count_above = tl.sum(count, 0) - tl.cumsum(count, 0)
         digit = tl.sum(tl.where((count_above < num_wanted) & (count_above + count >= num_wanted), digits, 0), 0)
         num_wanted -= tl.sum(tl.where(digits == digit, count_above, 0), 0)
         threshold = threshold | (digit.to(tl.uint32) << low)
 
     equal_before = tl.zeros((), tl.int32)
-    for begin in range(0, num_mine, BLOCK):
-        in_range = begin + offset < num_mine
+    for begin in range(0, num_entries_of_expert, BLOCK):
+        in_range = begin + offset < num_entries_of_expert
         weight = tl.load(staged_weights + staged + begin + offset, mask=in_range, other=0.0)
         entry = tl.load(entries + staged + begin + offset, mask=in_range, other=0)
-        key = _sortable(weight)
-        equal = (in_range & (key == threshold)).to(tl.int32)
+        sort_key = _make_sort_key(weight)
+        equal = (in_range & (sort_key == threshold)).to(tl.int32)
         rank = equal_before + tl.cumsum(equal, 0) - equal
-        keep = (begin + offset < num_eligible) & ((key > threshold) | ((equal > 0) & (rank < num_wanted)))
-        position = row + tl.cumsum(keep.to(tl.int32), 0) - 1
-        tl.store(token_ids + position, entry // K, mask=keep)
-        tl.store(slot_ids + position, entry % K, mask=keep)
-        tl.store(combine_weights + position, weight, mask=keep)
-        tl.store(inverse + entry, tl.where(keep, position, -1), mask=in_range)
-        row += tl.sum(keep.to(tl.int32), 0)
+        is_kept = (begin + offset < num_eligible) & ((sort_key > threshold) | ((equal > 0) & (rank < num_wanted)))
+        position = row + tl.cumsum(is_kept.to(tl.int32), 0) - 1
+        tl.store(token_ids + position, entry // K, mask=is_kept)
+        tl.store(slot_ids + position, entry % K, mask=is_kept)
+        tl.store(combine_weights + position, weight, mask=is_kept)
+        tl.store(inverse + entry, tl.where(is_kept, position, -1), mask=in_range)
+        row += tl.sum(is_kept.to(tl.int32), 0)
         equal_before += tl.sum(equal, 0)
 
     for begin in range(num_rows + expert * BLOCK, num_entries, E * BLOCK):
@@ -261,7 +261,7 @@ def build_pft(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See `ir.ops.token_routing.build_pft`. `block` (a power of two) is for tests."""
     key = ("build_pft", num_experts, capacity, drop, block)
-    arguments, room = (topk_ids, topk_weights, keep), padded_row_count(num_rows, topk_ids)
+    arguments, room = (topk_ids, topk_weights, keep), round_up_rows(num_rows, topk_ids)
 
     def host_code() -> list[Tensor]:
         return _build_pft(*arguments, room, num_experts, capacity, drop, block)

@@ -30,7 +30,7 @@ def destinations_kernel(
 
 
 @triton.jit
-def _unit(destinations, token, k: tl.constexpr, in_list, begin, end, near, unit_size, K: tl.constexpr):
+def _find_unit(destinations, token, k: tl.constexpr, in_list, begin, end, near, unit_size, K: tl.constexpr):
     """Return the destination unit (of `unit_size` destinations) of slot k of each token, or -1 if the slot does not
     count.
 
@@ -42,13 +42,13 @@ def _unit(destinations, token, k: tl.constexpr, in_list, begin, end, near, unit_
 
 
 @triton.jit
-def _pilot(destinations, token, k: tl.constexpr, in_list, begin, end, near, dedup, unit_size, K: tl.constexpr):
+def _find_pilot(destinations, token, k: tl.constexpr, in_list, begin, end, near, dedup, unit_size, K: tl.constexpr):
     """Return `_unit`, with dedup = 1 also -1 if an earlier slot of the token has the same unit."""
-    unit = _unit(destinations, token, k, in_list, begin, end, near, unit_size, K)
+    unit = _find_unit(destinations, token, k, in_list, begin, end, near, unit_size, K)
     first = unit >= 0
     for other in tl.static_range(k):
         first = first & (
-            (_unit(destinations, token, other, in_list, begin, end, near, unit_size, K) != unit) | (dedup == 0)
+            (_find_unit(destinations, token, other, in_list, begin, end, near, unit_size, K) != unit) | (dedup == 0)
         )
     return tl.where(first, unit, -1)
 
@@ -59,7 +59,7 @@ def pilots_kernel(destinations, pilots, num_tokens, destinations_per_rank, K: tl
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_list = token < num_tokens
     for k in tl.static_range(K):
-        rank = _pilot(destinations, token, k, in_list, 0, 0, 0, 1, destinations_per_rank, K)
+        rank = _find_pilot(destinations, token, k, in_list, 0, 0, 0, 1, destinations_per_rank, K)
         tl.store(pilots + token * K + k, rank, mask=in_list)
 
 
@@ -85,7 +85,7 @@ def count_rows_kernel(
     bins = tl.arange(0, BINS)
     count = tl.zeros((BINS,), tl.int32)
     for k in tl.static_range(K):
-        unit = _pilot(destinations, token, k, in_list, begin, end, near, dedup, unit_size, K)
+        unit = _find_pilot(destinations, token, k, in_list, begin, end, near, dedup, unit_size, K)
         counted = in_list & (unit >= 0)
         unit -= near * (begin // unit_size)
         count += tl.histogram(tl.where(counted, unit, 0), BINS, mask=counted)

@@ -107,7 +107,7 @@ def count_rows(
     counts = _zeros_ending_with(fingerprint, exchange_routes.num_row_counts(levels, near), destinations.device).clone()
     if not destinations.numel():
         return counts
-    table, bins = _count_table(tuple(levels), num_slots, dedup, tuple(near), destinations.device)
+    table, bins = _build_count_table(tuple(levels), num_slots, dedup, tuple(near), destinations.device)
     num_tokens, top_k = destinations.shape
     with use_device(destinations.device):
         launch(
@@ -125,7 +125,7 @@ def _zeros_ending_with(last: int, size: int, device: torch.device) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def _count_table(
+def _build_count_table(
     levels: tuple[int, ...], destinations_per_rank: int, dedup: bool, near: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, int]:
     """Return the requests of `count_rows_kernel` in the order of its results, and its number of bins."""

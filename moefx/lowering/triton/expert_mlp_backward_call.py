@@ -40,7 +40,7 @@ class BackwardCall(KernelCall):
         Returns:
             Partial sums <dA', A>, their number, the gradient's rows for the next kernel, and whether they are by token.
         """
-        call, point = self.call, self.point
+        call, pointwise = self.call, self.pointwise
         width, inner = self.act_width, self.out_width
 
         def trial(tiles: Config) -> None:  # does not overwrite H
@@ -53,11 +53,11 @@ class BackwardCall(KernelCall):
         if gather and tiles.gather_first:
             grad, gather = self.gather(grad), False
         num_partials, dots = (cdiv(width, tiles.bn) if tiles.fused else 1), None
-        num_sums = (point.scale is not None) + point.uses_weight
+        num_sums = (pointwise.scale is not None) + pointwise.uses_weight
         if need_w and num_sums:
             dots = self.empty(num_partials * num_sums, call.num_rows, torch.float32)
         (h0, h1), (dh0, dh1) = self.parts(hidden), self.parts(grad_hidden)
-        constants = point.vjp_constants | dict(STORE_ACT=scaled_act is not None, STORE_DOTS=dots is not None)
+        constants = pointwise.vjp_constants | dict(STORE_ACT=scaled_act is not None, STORE_DOTS=dots is not None)
         if not tiles.fused:
             grad_act = self.empty(call.num_rows, width) if scaled_act is None else scaled_act
             self.multiply_rows([grad], [self.down], grad_act, backward=True, gather=gather, tiles=tiles)
@@ -81,7 +81,7 @@ class BackwardCall(KernelCall):
         return dots, num_partials, grad, gather
 
     def weight_gradient(self, grad: Tensor, gather: bool, dots: Tensor | None, num_partials: int) -> Tensor:
-        call, point = self.call, self.point
+        call, pointwise = self.call, self.pointwise
         if dots is None:
             return apply(lambda w, num_rows=call.num_rows: w.new_zeros(num_rows), self.w)
         out = empty((call.num_rows,), self.w.dtype, self.device)
@@ -92,9 +92,9 @@ class BackwardCall(KernelCall):
             *(bias, *((0, 0) if bias is None else bias.stride()), out, call.num_rows, self.out_width),
         )
         constants = dict(
-            SCALE_GRAD=point.scale_grad,
-            HAS_SCALE=point.scale is not None,
-            USES_WEIGHT=point.uses_weight,
+            SCALE_GRAD=pointwise.scale_grad,
+            HAS_SCALE=pointwise.scale is not None,
+            USES_WEIGHT=pointwise.uses_weight,
             HAS_BIAS=bias is not None,
             GATHER=gather,
             E=self.num_experts,

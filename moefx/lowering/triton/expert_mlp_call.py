@@ -1,7 +1,7 @@
 """One call of `expert_mlp` or its backward: the kernels' arguments and their launches.
 
 Each piece of work is a method of `KernelCall`, or of `BackwardCall` in `expert_mlp_backward_call`. It gets its
-configuration from `tuning.config`. `warp_specialized` launches configurations with warp roles, these classes the
+configuration from `tuning.choose_config`. `warp_specialized` launches configurations with warp roles, these classes the
 kernels of `gemm_forward`, `gemm_backward` and `row_kernels`.
 """
 
@@ -25,36 +25,40 @@ from .gemm_forward import rows_kernel, up_kernel
 from .launch import cdiv, choose_block
 from .launch_replay import apply, empty, launch
 from .pointwise import Pointwise, build_pointwise
-from .tile_configs import Config, num_multiprocessors, portable_config, target
+from .tile_configs import Config, get_target, num_multiprocessors, portable_config
 from .tiles import schedule_kernel
-from .tuning import config
+from .tuning import choose_config
 from .weight_operands import Weights, is_describable, make_descriptor, stack_biases
 
 
-def matmul_precision(x: Tensor) -> str:
+def choose_matmul_precision(x: Tensor) -> str:
     """Return the precision of float32 products, "tf32" or "ieee": torch's setting for matmul, if the device has
     TF32."""
     allows_tf32 = x.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    has_it = allows_tf32 and (target(x.device).startswith("sm") or target(x.device) == "gfx942")
-    return "tf32" if has_it else "ieee"
+    uses_tf32 = allows_tf32 and (get_target(x.device).startswith("sm") or get_target(x.device) == "gfx942")
+    return "tf32" if uses_tf32 else "ieee"
 
 
 class KernelCall:
     """One call with its arguments as the kernels take them.
 
     Args:
-        is_beside: whether an exchange runs at the same time and occupies some multiprocessors. Persistent programs
-            that wait for these would start their whole share of tiles late, so each tile gets its own program then.
+        overlaps_exchange: whether an exchange occupies some multiprocessors at the same time. A persistent program that
+            waits for one of them would start its whole share of tiles late, so each tile gets its own program.
     """
 
-    def __init__(self, args: Sequence[Any], body: str, keep: str, dtype: torch.dtype | None, is_beside: bool = False):
-        self.is_beside = is_beside
+    def __init__(
+        self, args: Sequence[Any], body: str, keep: str, dtype: torch.dtype | None, overlaps_exchange: bool = False
+    ):
+        self.overlaps_exchange = overlaps_exchange
         call = ExpertMlpCall.of(args, body, keep, dtype)
         names = ("token_ids", "expert_offsets", "inverse", "w")  # the kernels take no strides for these
         self.call = call = dataclasses.replace(call, **{name: _contiguous(getattr(call, name)) for name in names})
         self.up_widths, self.act_width, self.out_width = call.widths
         self.device, self.dtype = call.x.device, call.dtype
-        self.point: Pointwise = build_pointwise(body, tuple(self.up_widths), target(self.device).startswith("sm"))
+        self.pointwise: Pointwise = build_pointwise(
+            body, tuple(self.up_widths), get_target(self.device).startswith("sm")
+        )
         self.num_experts = call.expert_offsets.shape[0] - 1
         self.x = make_rows_contiguous(call.x)
         self.up = Weights.of_groups(call.up, call.body.up[0].transposed, call.dtype)
@@ -78,7 +82,7 @@ class KernelCall:
         shape = (columns, inner, self.call.num_rows // self.num_experts)
         schedules = self.schedules.copy()
         try:
-            return config(kernel, self.device, self.dtype, shape, self.num_experts, trial)
+            return choose_config(kernel, self.device, self.dtype, shape, self.num_experts, trial)
         finally:
             self.schedules = schedules  # schedules of trials are not on the tape
 
@@ -105,19 +109,19 @@ class KernelCall:
         return next_power_of_2(self.num_experts)
 
     def grid(self, tiles: Config, num_tiles: int) -> tuple[int]:
-        if self.is_beside or not tiles.persistent:
+        if self.overlaps_exchange or not tiles.persistent:
             return (num_tiles,)
         return (min(num_tiles, tiles.persistent * num_multiprocessors(self.device)),)
 
     def parts(self, hidden: Sequence[Tensor]) -> list[Tensor]:
         """Views of the up-projections at which the kernels' two parts begin. Joined parts begin at the same one."""
-        if self.point.joined:
+        if self.pointwise.joined:
             return [hidden[0], hidden[0]]
-        parts = list(self.call.parts(hidden).values())
+        parts = list(self.call.slice_hidden(hidden).values())
         return [parts[0], parts[-1]]
 
     def part_weights(self) -> list[Weights]:
-        if self.point.joined:
+        if self.pointwise.joined:
             return [self.up[0], self.up[0]]
         parts = [self.up[g].columns(*columns) for g, *columns in self.call.body.parts]
         return [parts[0], parts[-1]]
@@ -127,14 +131,14 @@ class KernelCall:
         for g, start, stop, step in self.call.body.parts:
             bias = self.up_bias[g]
             parts.append(None if bias is None else bias[:, start:stop:step])
-        if self.point.joined and self.call.body.parts[0][1]:
+        if self.pointwise.joined and self.call.body.parts[0][1]:
             parts.reverse()
         return [parts[0], parts[-1]]
 
     # -- pieces of the forward
 
     def project_up(self, hidden: list[Tensor] | None, act: Tensor | None, tiles: Config | None = None) -> None:
-        call, point = self.call, self.point
+        call, pointwise = self.call, self.pointwise
         width, inner = self.act_width, self.x.shape[1]
         tiles = tiles or self.config("up", width, inner, lambda tiles: self.project_up(hidden, act, tiles))
         if not tiles.fused:
@@ -149,7 +153,7 @@ class KernelCall:
                 return
             tiles = portable_config("up")
         schedule, max_tiles = self.schedule(tiles.bm)
-        block = ((2 if point.joined else 1) * tiles.bn, tiles.bk) if tiles.descriptors else None
+        block = ((2 if pointwise.joined else 1) * tiles.bn, tiles.bk) if tiles.descriptors else None
         w0, w1 = (w.operand(backward=False, block=block) for w in self.part_weights())
         bias0, bias1 = self.part_biases()
         h0, h1 = self.parts(hidden) if hidden else (self.x, self.x)
@@ -157,7 +161,9 @@ class KernelCall:
         outputs: list[Any] = [None, None, None]
         if describe_out := tiles.store_descriptors and all(map(is_describable, results)):
             if hidden:
-                outputs[:2] = (make_descriptor(h, tiles.bm, (2 if point.joined else 1) * tiles.bn) for h in (h0, h1))
+                outputs[:2] = (
+                    make_descriptor(h, tiles.bm, (2 if pointwise.joined else 1) * tiles.bn) for h in (h0, h1)
+                )
             outputs[2] = None if act is None else make_descriptor(act, tiles.bm, tiles.bn)
         args = (
             *(self.x, self.x.stride(0), call.token_ids, schedule, max_tiles),
@@ -165,7 +171,7 @@ class KernelCall:
             *(bias0, bias1, *((0, 0) if bias0 is None else bias0.stride())),
             *(self.w, h0, h1, h0.stride(0), self.x if act is None else act, *outputs, width, inner),
         )
-        constants = point.act_constants | dict(
+        constants = pointwise.act_constants | dict(
             WEIGHT=max(w0.access, w1.access, key=len),  # "unaligned" if one of them is
             COLUMNS_FIRST=w0.columns_first,
             HAS_BIAS=bias0 is not None,
@@ -176,18 +182,18 @@ class KernelCall:
         self.launch_gemm(up_kernel, tiles, max_tiles * cdiv(width, tiles.bn), width, inner, args, constants)
 
     def activate(self, hidden: Sequence[Tensor], act: Tensor) -> None:
-        """Run the pointwise part in a kernel of its own."""
+        """Run the pointwise part in a separate kernel."""
         width = self.act_width
         (h0, h1), (bt, bd) = self.parts(hidden), choose_block(width)
         launch(
             rows.act_kernel,
             (cdiv(self.call.num_rows, bt), cdiv(width, bd)),
             (h0, h1, h0.stride(0), self.call.expert_offsets, self.w, act, width, self.num_experts),
-            self.point.act_constants | dict(BT=bt, BD=bd),
+            self.pointwise.act_constants | dict(BT=bt, BD=bd),
         )
 
     def project_down(self, act: Tensor, out: Tensor, scaled: bool, tiles: Config | None = None) -> None:
-        scale = self.point.scale if scaled else None
+        scale = self.pointwise.scale if scaled else None
         self.multiply_rows([act], [self.down], out, backward=False, bias=self.down_bias, scale=scale, tiles=tiles)
 
     def multiply_rows(
@@ -254,10 +260,10 @@ class KernelCall:
     def combine(self, out: Tensor, dtype: torch.dtype, scale: Any) -> Tensor:
         """Sum each token's rows, [S,width]. The number of tokens is not recorded on the tape."""
 
-        def summed(rows: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
+        def sum_rows(rows: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
             return sum_rows_of_tokens(rows, weights, inverse, dtype, scale)
 
-        return apply(summed, out, self.w, self.call.inverse)
+        return apply(sum_rows, out, self.w, self.call.inverse)
 
     def launch_gemm(
         self,
@@ -275,7 +281,7 @@ class KernelCall:
 
     def tile_constants(self, tiles: Config) -> dict[str, Any]:
         return dict(
-            PRECISION=matmul_precision(self.x),
+            PRECISION=choose_matmul_precision(self.x),
             BM=tiles.bm,
             BN=tiles.bn,
             BK=tiles.bk,

@@ -12,15 +12,15 @@ import triton.language as tl
 from .tiles import (
     VARYING,
     accumulate,
-    left_rows,
+    load_left_rows,
     load_parts,
+    load_weight_and_scale,
     locate_outer,
     locate_rows,
+    make_tile_mask,
     safe_indices,
     split_halves,
     store_parts,
-    tile_mask,
-    weight_and_scale,
 )
 
 # -- gradient of the activation, and the pointwise part's
@@ -28,17 +28,17 @@ from .tiles import (
 
 @triton.jit
 def _pointwise_backward(
-    grad, scale, w, h0, h1, dh0, dh1, scaled_act, first_row, n_offset, h_row, width, is_mine,
+    grad, scale, w, h0, h1, dh0, dh1, scaled_act, first_row, n_offset, h_row, width, in_expert,
     VJP: tl.constexpr, PARTS: tl.constexpr, JOINED: tl.constexpr, EVEN_N: tl.constexpr, STORE_ACT: tl.constexpr,
     USES_WEIGHT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Store dH and scale * A for BN columns from n_offset on. Returns <dA', A> and the gradient of w by A."""
     within, offset = tl.arange(0, BM), tl.arange(0, BN)
-    mask = tile_mask(is_mine, n_offset + offset, width, EVEN_N)
+    mask = make_tile_mask(in_expert, n_offset + offset, width, EVEN_N)
     base = first_row.to(tl.int64)
     if JOINED:
         wide = tl.arange(0, 2 * BN)
-        h_mask = is_mine[:, None] & (2 * n_offset + wide < 2 * width)[None, :]
+        h_mask = in_expert[:, None] & (2 * n_offset + wide < 2 * width)[None, :]
         h_at = base * h_row + 2 * n_offset + (within[:, None] * h_row + wide[None, :])
     else:
         h_mask = mask
@@ -70,19 +70,19 @@ def _act_backward_tile(
 ):  # fmt: skip
     expert, first_row, n, end = locate_rows(tile, num_row_tiles, width, schedule, max_tiles, BN, GROUP)
     row = first_row + tl.arange(0, BM)
-    is_mine = row < end
+    in_expert = row < end
     column = n * BN + tl.arange(0, BN)
     w_columns = safe_indices(column, width, EVEN_N, VECTOR)
-    left_row = left_rows(token_ids, row, is_mine, first_row, GATHER)
+    left_row = load_left_rows(token_ids, row, in_expert, first_row, GATHER)
     acc = accumulate(
         tl.zeros((BM, BN), tl.float32), grad, grad_row, w0, w_expert, w_column, w_inner, inner, expert, first_row,
         left_row, n, w_columns, False, WEIGHT, COLUMNS_FIRST, EVEN_K, PRECISION, BN, BK,
     )  # fmt: skip
-    w, scale = weight_and_scale(row_weights, row, is_mine, SCALE, HAS_SCALE, USES_WEIGHT, BM)
+    w, scale = load_weight_and_scale(row_weights, row, in_expert, SCALE, HAS_SCALE, USES_WEIGHT, BM)
     # The pointwise part runs in slices: the whole tile does not fit into registers.
     if SLICES == 1:
         dot, by_weight = _pointwise_backward(
-            acc, scale, w, h0, h1, dh0, dh1, scaled_act, first_row, n * BN, h_row, width, is_mine,
+            acc, scale, w, h0, h1, dh0, dh1, scaled_act, first_row, n * BN, h_row, width, in_expert,
             VJP, PARTS, JOINED, EVEN_N, STORE_ACT, USES_WEIGHT, BM, BN,
         )  # fmt: skip
     else:
@@ -90,11 +90,11 @@ def _act_backward_tile(
         HALF: tl.constexpr = BN // 2
         if SLICES == 2:
             dot, by_weight = _pointwise_backward(
-                left_half, scale, w, h0, h1, dh0, dh1, scaled_act, first_row, n * BN, h_row, width, is_mine,
+                left_half, scale, w, h0, h1, dh0, dh1, scaled_act, first_row, n * BN, h_row, width, in_expert,
                 VJP, PARTS, JOINED, EVEN_N, STORE_ACT, USES_WEIGHT, BM, HALF,
             )  # fmt: skip
             dot_part, dot_part_by_weight = _pointwise_backward(
-                right_half, scale, w, h0, h1, dh0, dh1, scaled_act, first_row, n * BN + HALF, h_row, width, is_mine,
+                right_half, scale, w, h0, h1, dh0, dh1, scaled_act, first_row, n * BN + HALF, h_row, width, in_expert,
                 VJP, PARTS, JOINED, EVEN_N, STORE_ACT, USES_WEIGHT, BM, HALF,
             )  # fmt: skip
             dot += dot_part
@@ -108,7 +108,7 @@ def _act_backward_tile(
                     start = n * BN + half * HALF + quarter * QUARTER
                     dot_part, dot_part_by_weight = _pointwise_backward(
                         first if quarter == 0 else second,
-                        scale, w, h0, h1, dh0, dh1, scaled_act, first_row, start, h_row, width, is_mine,
+                        scale, w, h0, h1, dh0, dh1, scaled_act, first_row, start, h_row, width, in_expert,
                         VJP, PARTS, JOINED, EVEN_N, STORE_ACT, USES_WEIGHT, BM, QUARTER,
                     )  # fmt: skip
                     dot += dot_part
@@ -116,10 +116,10 @@ def _act_backward_tile(
     if STORE_DOTS:
         at = dots + n.to(tl.int64) * num_rows + row
         if HAS_SCALE:
-            tl.store(at, dot, mask=is_mine)
+            tl.store(at, dot, mask=in_expert)
             at += tl.cdiv(width, BN).to(tl.int64) * num_rows
         if USES_WEIGHT:
-            tl.store(at, by_weight, mask=is_mine)
+            tl.store(at, by_weight, mask=in_expert)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -161,7 +161,7 @@ def act_backward_kernel(
 
 
 @triton.jit
-def _columns_of(
+def _load_columns(
     operand, row_stride, tokens, k, ks, end, column, columns,
     GATHER: tl.constexpr, IS_DESCRIPTOR: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -194,8 +194,8 @@ def _outer_block(
             tokens = tl.load(token_ids + k + ks, mask=k + ks < end, other=0).to(tl.int64)
         else:
             tokens = tl.load(token_ids + k + ks).to(tl.int64)
-    a = _columns_of(left, left_row, tokens, k, ks, end, i0, i, GATHER_LEFT, LEFT_DESCRIPTOR, MASKED)
-    b = _columns_of(right, right_row, tokens, k, ks, end, j0, j, GATHER_RIGHT, RIGHT_DESCRIPTOR, MASKED)
+    a = _load_columns(left, left_row, tokens, k, ks, end, i0, i, GATHER_LEFT, LEFT_DESCRIPTOR, MASKED)
+    b = _load_columns(right, right_row, tokens, k, ks, end, j0, j, GATHER_RIGHT, RIGHT_DESCRIPTOR, MASKED)
     return tl.dot(a.T, b, acc, input_precision=PRECISION)
 
 

@@ -6,17 +6,17 @@ through shared memory and barriers:
     load      4 warps       fills a ring of stages: weights and contiguous rows by TMA; scattered rows, and those of
                             an expert's last, shorter stage, by cp.async, which can mask rows
     multiply  8 warps       accumulates a tile's product, and stores it to shared memory, rounded, when it is complete
-    point     4 or 8 warps  runs the pointwise part on the latest tile in shared memory, with its rows of H; in
-                            kernels without a pointwise part, TMA writes the tile out meanwhile
+    pointwise 4 or 8 warps  runs the pointwise part on the latest tile in shared memory, with its rows of H; in kernels
+                            without a pointwise part, TMA writes the tile at the same time
 
 The ring continues across tiles, so that a tile's first stages are loaded while the previous tile is multiplied. Its
-`full` barriers count the loading threads, because each has copies of its own, and one arrival for TMA's bytes.
+`full` barriers count the loading threads, because each issues its own copies, and one arrival for TMA's bytes.
 
 All tensors have 16 bits; `warp_specialized` describes rows and weights. A tile is BM = 128 rows of one expert. Rows
 after the expert's last one are other experts' if TMA loads them, otherwise zeros. Their results are never stored.
 
 This file has the products of rows and weights. `hopper_ring` has the ring and its barriers, `hopper_outer` the
-gradients of the weights, and `hopper_point` the products with a pointwise part.
+gradients of the weights, and `hopper_pointwise` the products with a pointwise part.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_a
 
 from .hopper_ring import (
     PIECE,
+    allocate_row_ring,
     copy_rows,
-    eights,
-    in_pieces,
     locate_block,
+    mark_multiple_of_8,
     multiply_blocks,
-    row_ring,
+    split_into_pieces,
     tma_load,
     tma_store,
     view,
@@ -56,7 +56,7 @@ def rows_load(
     TERMS: gl.constexpr, PAIRED: gl.constexpr, JOINED: gl.constexpr, GATHER: gl.constexpr, TILE: gl.constexpr,
     COLUMNS_FIRST: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """TILE columns of w0 and, if PAIRED, as many of w1 beside them; JOINED: pairs of columns."""
+    """Load TILE columns of w0 and, if PAIRED, the same columns of w1; JOINED: pairs of columns."""
     STAGES: gl.constexpr = row_buffers.shape[0]
     BM: gl.constexpr = row_buffers.shape[1]
     BK: gl.constexpr = row_buffers.shape[2]
@@ -76,7 +76,7 @@ def rows_load(
     next_tokens = _tokens(token_ids, next_row + within, next_end, GATHER)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         expert, first_row, end, column = next_expert, next_row, next_end, next_n * TILE * (2 if JOINED else 1)
-        tokens, is_mine = next_tokens, first_row + within < end
+        tokens, in_expert = next_tokens, first_row + within < end
         next_expert, next_row, next_n, next_end = then_expert, then_row, then_n, then_end
         next_tokens = _tokens(token_ids, next_row + within, next_end, GATHER)
         then_expert, then_row, then_n, then_end = locate_rows(
@@ -99,7 +99,7 @@ def rows_load(
                 if PAIRED or term == 1:
                     tma_load(w1, at, bar, view(w, w.dtype, w1.block_type.shape, w1.layout))
                 if GATHER:
-                    copy_rows(rows, rows_row, tokens, is_mine, k, inner, row_buffers.index(block % STAGES), LAYOUT)
+                    copy_rows(rows, rows_row, tokens, in_expert, k, inner, row_buffers.index(block % STAGES), LAYOUT)
                 elif term == 0:
                     tma_load(rows0_desc, [first_row, k], bar, row_buffers.index(block % STAGES))
                 else:
@@ -115,7 +115,7 @@ def _rows_multiply(
     SCALE: gl.constexpr, TERMS: gl.constexpr, GATHER: gl.constexpr, BN: gl.constexpr, COLUMNS_FIRST: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_SCALE: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    width = eights(width)
+    width = mark_multiple_of_8(width)
     BM: gl.constexpr = row_buffers.shape[1]
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BN, 16])
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
@@ -133,8 +133,8 @@ def _rows_multiply(
         if HAS_SCALE:
             row = first_row + gl.arange(0, BM, gl.SliceLayout(1, MMA))
             acc *= SCALE(gl.load(row_weights + row, mask=row < end, other=0.0).to(gl.float32))[:, None]
-        pieces = in_pieces(acc.to(staged.dtype))
-        tma.store_wait(0)  # those of the last tile; a tile that is not full has none to wait for later
+        pieces = split_into_pieces(acc.to(staged.dtype))
+        tma.store_wait(0)  # stores of the last tile: a partial tile issues none, so later waits would not cover them
         for i in gl.static_range(BN // PIECE):
             tma.store_wait(1)
             staged.index(i % 2).store(pieces[i])
@@ -158,7 +158,7 @@ def hopper_rows_kernel(
     """See `gemm_forward.rows_kernel`."""
     num_tiles = gl.load(schedule + 3 * max_tiles) * gl.cdiv(width, BN)
     OUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, PIECE], out.dtype.element_ty)
-    row_buffers, w_buffers, full, empty = row_ring(w0.dtype, BM, BK, BN, 1, COLUMNS_FIRST, STAGES)
+    row_buffers, w_buffers, full, empty = allocate_row_ring(w0.dtype, BM, BK, BN, 1, COLUMNS_FIRST, STAGES)
     staged = gl.allocate_shared_memory(out.dtype.element_ty, [2, BM, PIECE], OUT)
     gl.warp_specialize(
         [

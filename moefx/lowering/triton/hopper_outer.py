@@ -16,8 +16,8 @@ from .hopper_ring import (
     PIECE,
     allocate_barriers,
     copy_rows,
-    in_pieces,
     multiply_block,
+    split_into_pieces,
     tma_load,
     tma_store,
     view,
@@ -94,8 +94,8 @@ def _outer_multiply(
             block += 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((block + STAGES - 1) % STAGES), count=1, pred=begin < end)
-        pieces = in_pieces(acc.to(staged.dtype))
-        tma.store_wait(0)  # those of the last tile; a tile that is not full has none to wait for later
+        pieces = split_into_pieces(acc.to(staged.dtype))
+        tma.store_wait(0)  # stores of the last tile: a partial tile issues none, so later waits would not cover them
         for i in gl.static_range(BN // PIECE):
             tma.store_wait(1)
             staged.index(i % 2).store(pieces[i])

@@ -70,7 +70,7 @@ def allocate_barriers(STAGES: gl.constexpr):
 
 
 @gluon.jit
-def row_ring(
+def allocate_row_ring(
     dtype: gl.constexpr, BM: gl.constexpr, BK: gl.constexpr, W_COLUMNS: gl.constexpr, W_BUFFERS: gl.constexpr,
     COLUMNS_FIRST: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -85,8 +85,8 @@ def row_ring(
 
 
 @gluon.jit
-def eights(size):
-    """Tell the compiler that `size` is a multiple of 8, as all sizes and strides here, so that it moves 16 bytes."""
+def mark_multiple_of_8(size):
+    """Tell the compiler that `size` is a multiple of 8, like all sizes and strides here, so that it moves 16 bytes."""
     return size // 8 * 8
 
 
@@ -94,8 +94,10 @@ def eights(size):
 def copy_rows(pointer, row_stride, row, mask, column, width, buffer, LAYOUT: gl.constexpr):
     """Copy rows by cp.async, with zeros for masked rows and columns beyond the width."""
     columns = column + gl.arange(0, buffer.shape[1], gl.SliceLayout(0, LAYOUT))
-    copy_mask = mask[:, None] & (columns < eights(width))[None, :]
-    _copy(buffer, pointer + row[:, None].to(gl.int64) * eights(row_stride) + columns[None, :], mask=copy_mask)
+    copy_mask = mask[:, None] & (columns < mark_multiple_of_8(width))[None, :]
+    _copy(
+        buffer, pointer + row[:, None].to(gl.int64) * mark_multiple_of_8(row_stride) + columns[None, :], mask=copy_mask
+    )
 
 
 @gluon.jit
@@ -105,7 +107,7 @@ def _halves(acc):
 
 
 @gluon.jit
-def in_pieces(acc):
+def split_into_pieces(acc):
     """Split [BM,BN] into pieces of 64 columns, from left to right. Elements stay in their threads."""
     left, right = _halves(acc)
     if acc.shape[1] == 128:

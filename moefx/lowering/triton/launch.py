@@ -15,8 +15,8 @@ from triton.runtime import driver
 
 INTERPRETED = knobs.runtime.interpret  # the kernels are defined for Triton's interpreter
 _compiled: dict[tuple[Any, ...], Any] = {}
-# id -> (kernel, names of its constants). By id, because a kernel's hash is a property behind a lock. The entry keeps
-# the kernel alive, so that its id stays unique.
+# id -> (kernel, names of its constants). By id, because computing a kernel's hash takes a lock. The entry keeps the
+# kernel alive, so that its id stays unique.
 _kernels: dict[int, tuple[Any, tuple[str, ...]]] = {}
 
 
@@ -100,8 +100,8 @@ def _register_kernel(kernel: Any) -> tuple[Any, tuple[str, ...]]:
     return entry
 
 
-def underlying_tensor(argument: Any) -> Any:
-    """Return the tensor of a tensor descriptor (Triton's or Gluon's). Other arguments are returned as they are."""
+def unwrap_descriptor(argument: Any) -> Any:
+    """Return the tensor of a tensor descriptor (Triton's or Gluon's). Return any other argument unchanged."""
     return argument.base if hasattr(argument, "block_shape") else argument
 
 
@@ -117,6 +117,6 @@ def choose_block(width: int, elements: int = 2048) -> tuple[int, int]:
 
 
 def use_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Make `device` current: Triton launches on the current device, which may not be the tensors'."""
+    """Make `device` current: Triton launches on the current device, even if the tensors are on another one."""
     is_elsewhere = device.type == "cuda" and torch.cuda.current_device() != device.index
     return torch.cuda.device(device) if is_elsewhere else contextlib.nullcontext()

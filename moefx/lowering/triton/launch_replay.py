@@ -20,17 +20,18 @@ from torch import Tensor
 
 from ...ir import op_providers
 from . import launch as launching
-from .tape_playback import Address, Allocate, Apply, Free, Launch, Playback, Step, point_at, rebase
+from .tape_playback import Address, Allocate, Apply, Free, Launch, Playback, Step, offset_pointer, replace_base
 
 _state = threading.local()  # the backward runs in autograd's threads
 _tapes: dict[Hashable, Tape] = {}
-_MAX_TAPES = 8192  # each number of exchanged rows has tapes of its own
+_MAX_TAPES = 8192  # each number of exchanged rows has its own tapes
 
 
 class Tape:
     """One recorded call.
 
-    Tensors have slots: the inputs, the constants, then each allocation. A pointer is a slot with an offset in bytes.
+    Each tensor has a register, numbered from the inputs over the constants to the allocations in order. A pointer is a
+    register with an offset in bytes.
 
     Args:
         inputs: tensors that a replay replaces by others with equal shapes and strides. None for a missing one.
@@ -43,105 +44,115 @@ class Tape:
         self.playback: Playback | None = None
         self.results: list[int] = []
         self.weight_paths: Counter[str] = Counter()  # how weights were read (see `ir.op_providers`), without `apply`
-        self.watched: list[Any] = []  # weak references that record when a tensor is freed, until `finish`
-        self.num_slots = 0
-        self.slots_of: dict[int, list[int]] = {}  # storage (of an empty tensor: its id) -> slots, while it lives
-        self.form_of: dict[int, tuple[Any, ...]] = {}  # slot -> address, dtype, shape and strides of its tensor
-        self.fixed: dict[int, Tensor | None] = {}  # storage of a constant -> tensor to keep alive, if any
-        self.playable = True
+        self.free_watchers: list[Any] = []  # weak references that record the end of a tensor, until `finish`
+        self.num_registers = 0
+        self.registers_by_storage: dict[
+            int, list[int]
+        ] = {}  # storage (of an empty tensor: its id) -> slots, while it lives
+        self.form_by_register: dict[
+            int, tuple[Any, ...]
+        ] = {}  # slot -> address, dtype, shape and strides of its tensor
+        self.constants_by_storage: dict[
+            int, Tensor | None
+        ] = {}  # storage of a constant -> tensor to keep alive, if any
+        self.is_playable = True
         for tensor in inputs:
             if tensor is not None and tensor.numel():
                 # With two views of one storage an address would be ambiguous.
-                self.playable &= _storage(tensor) not in self.slots_of
+                self.is_playable &= _storage(tensor) not in self.registers_by_storage
             self._add(tensor)
         for tensor in constants:
-            self.playable &= _storage(tensor) not in self.slots_of or _storage(tensor) in self.fixed
+            self.is_playable &= (
+                _storage(tensor) not in self.registers_by_storage or _storage(tensor) in self.constants_by_storage
+            )
             self._add(tensor)
-            self.fixed[_storage(tensor)] = None
+            self.constants_by_storage[_storage(tensor)] = None
 
     def _add(self, tensor: Tensor | None) -> int:
-        slot, self.num_slots = self.num_slots, self.num_slots + 1
+        register, self.num_registers = self.num_registers, self.num_registers + 1
         if tensor is not None:
-            self.slots_of.setdefault(_storage(tensor), []).append(slot)
-            self.form_of[slot] = _exact_form(tensor)
-        return slot
+            self.registers_by_storage.setdefault(_storage(tensor), []).append(register)
+            self.form_by_register[register] = _describe_tensor(tensor)
+        return register
 
     def _source(self, tensor: Tensor) -> tuple[int, Any] | None:
-        """Return the slot of a tensor, and its view of the slot.
+        """Return the register that holds a tensor or its base, and the tensor's view of that.
 
-        The view is (shape, strides, offset in elements from the slot's start), or None for the slot's tensor itself.
-        Returns None if the tensor belongs to no slot.
+        The view is (shape, strides, offset in elements from the register's tensor), or None for the register's tensor
+        itself. Returns None if no register holds the tensor's storage.
         """
-        slots, form = self.slots_of.get(_storage(tensor), ()), _exact_form(tensor)
-        for slot in slots:
-            if self.form_of[slot] == form:
-                return slot, None
-        for slot in slots:
-            address, dtype, *_ = self.form_of[slot]
+        registers, form = self.registers_by_storage.get(_storage(tensor), ()), _describe_tensor(tensor)
+        for register in registers:
+            if self.form_by_register[register] == form:
+                return register, None
+        for register in registers:
+            address, dtype, *_ = self.form_by_register[register]
             if dtype is tensor.dtype:
                 distance = (tensor.data_ptr() - address) // tensor.element_size()
-                return slot, (tensor.shape, tensor.stride(), distance)
+                return register, (tensor.shape, tensor.stride(), distance)
         return None
 
     def record_tensor(self, tensor: Tensor, make: Callable[[int], Step]) -> None:
         """Record a new tensor.
 
         Args:
-            make: returns the step that creates it in a slot.
+            make: returns the step that creates it in a register.
         """
-        slot, key = self._add(tensor), _storage(tensor)
-        steps, slots_of = self.steps, self.slots_of
-        steps.append(make(slot))
+        register, key = self._add(tensor), _storage(tensor)
+        steps, registers_by_storage = self.steps, self.registers_by_storage
+        steps.append(make(register))
 
         def freed(_: Any) -> None:
-            slots_of.pop(key, None)
-            steps.append(Free(slot))
+            registers_by_storage.pop(key, None)
+            steps.append(Free(register))
 
-        self.watched.append(weakref.ref(tensor, freed))
+        self.free_watchers.append(weakref.ref(tensor, freed))
 
     def record_constant(self, tensor: Tensor) -> None:
-        self.fixed[_storage(tensor)] = tensor
+        self.constants_by_storage[_storage(tensor)] = tensor
 
     def record_apply(self, tensor: Tensor, function: Callable[..., Tensor], sources: Sequence[Tensor]) -> None:
-        slots = tuple(map(self._source, sources))
-        self.playable &= None not in slots
-        self.record_tensor(tensor, lambda slot: Apply(slot, function, slots))
+        registers = tuple(map(self._source, sources))
+        self.is_playable &= None not in registers
+        self.record_tensor(tensor, lambda register: Apply(register, function, registers))
 
     def record_launch(self, run: Callable[..., Any], args: Sequence[Any]) -> None:
         template, pointers, descriptors = list(args), [], []
         for i, argument in enumerate(args):
-            tensor = launching.underlying_tensor(argument)
+            tensor = launching.unwrap_descriptor(argument)
             if not isinstance(tensor, Tensor):
                 continue
             storage = _storage(tensor)
-            if storage in self.fixed:
-                template[i] = point_at(tensor, 0) if argument is tensor else rebase(argument, Address.of(tensor))
+            if storage in self.constants_by_storage:
+                template[i] = (
+                    offset_pointer(tensor, 0) if argument is tensor else replace_base(argument, Address.of(tensor))
+                )
                 continue
-            if storage not in self.slots_of:
-                self.playable = False
+            if storage not in self.registers_by_storage:
+                self.is_playable = False
                 return
-            slot = self.slots_of[storage][-1]
-            offset = tensor.data_ptr() - self.form_of[slot][0]
+            register = self.registers_by_storage[storage][-1]
+            offset = tensor.data_ptr() - self.form_by_register[register][0]
             if argument is tensor:
                 template[i] = None
-                pointers.append((i, slot, offset))
+                pointers.append((i, register, offset))
             else:
                 template[i] = None
-                descriptors.append((i, slot, offset, rebase(argument, None)))
+                descriptors.append((i, register, offset, replace_base(argument, None)))
         self.steps.append(Launch(run, template, tuple(pointers), tuple(descriptors)))
 
     def finish(self, results: Sequence[Tensor]) -> bool:
         """Finish the recording. Returns whether the tape can be replayed."""
         for tensor in results:
-            slot, view = self._source(tensor) or (0, ())
+            register, view = self._source(tensor) or (0, ())
             if view is not None:
-                self.playable = False
+                self.is_playable = False
                 break
-            self.results.append(slot)
-        self.watched = []
-        if self.playable:  # from a copy: the callbacks of later frees append to the list
-            self.playback = Playback(list(self.steps), self.results, self.num_slots)
-        return self.playable
+            self.results.append(register)
+        self.free_watchers = []
+        if self.is_playable:  # from a copy: the callbacks of later frees append to the list
+            self.playback = Playback(list(self.steps), self.results, self.num_registers)
+        return self.is_playable
 
     def play(self, inputs: Sequence[Tensor | None], constants: Sequence[Tensor]) -> list[Tensor]:
         assert self.playback is not None
@@ -152,7 +163,7 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if tensor.numel() else id(tensor)
 
 
-def _exact_form(tensor: Tensor) -> tuple[Any, ...]:
+def _describe_tensor(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
@@ -160,7 +171,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     """`torch.empty`, recorded on the tape."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
     if (tape := getattr(_state, "tape", None)) is not None:
-        tape.record_tensor(tensor, lambda slot: Allocate(slot, shape, dtype, device))
+        tape.record_tensor(tensor, lambda register: Allocate(register, shape, dtype, device))
     return tensor
 
 
@@ -180,7 +191,7 @@ def apply(function: Callable[..., Tensor], *sources: Tensor) -> Tensor:
 
 
 def mark_constant(tensor: Tensor) -> Tensor:
-    """Mark a tensor of the host code as equal in all calls of the signature."""
+    """Mark a tensor that the host code would compute equally in all calls of the signature."""
     if (tape := getattr(_state, "tape", None)) is not None:
         tape.record_constant(tensor)
     return tensor
@@ -214,17 +225,17 @@ def replay_or_record(
     inputs: Sequence[Tensor | None],
     constants: Sequence[Tensor],
     host_code: Callable[[], list[Tensor]],
-    of_any_length: Collection[int] = (),
+    variable_length: Collection[int] = (),
 ) -> list[Tensor]:
     """Replay the tape of an earlier call with the same signature, or run `host_code` and record it.
 
     Args:
-        key: everything that the host code depends on, except for the tensors.
+        key: all values other than tensors that the host code depends on.
         inputs, constants: see `Tape`.
         host_code: launches the kernels and returns the results.
         of_any_length: indices of inputs whose first size may vary between replays.
     """
-    forms = [_input_key(t, of_any_length=i in of_any_length) for i, t in enumerate(inputs)]
+    forms = [_input_key(t, variable_length=i in variable_length) for i, t in enumerate(inputs)]
     key = (key, *forms, tuple(map(_constant_key, constants)))
     assert inputs[0] is not None
     with launching.use_device(inputs[0].device):
@@ -236,7 +247,7 @@ def replay_or_record(
                 op_providers.count_weight_path(path, times)
             return tape.play(inputs, constants)
         tape = Tape(inputs, constants)
-        if not tape.playable:
+        if not tape.is_playable:
             return host_code()
         before = op_providers.thread_weight_paths()
         with recording(tape):
@@ -250,10 +261,10 @@ def replay_or_record(
         return results
 
 
-def _input_key(tensor: Tensor | None, of_any_length: bool) -> Hashable:
+def _input_key(tensor: Tensor | None, variable_length: bool) -> Hashable:
     if tensor is None:
         return None
-    shape = tensor.shape[1:] if of_any_length else tensor.shape
+    shape = tensor.shape[1:] if variable_length else tensor.shape
     return shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16 == 0
 
 

@@ -1,6 +1,6 @@
 """Functions that Triton's language lacks, in float32; and derived formulas (see `formula`) as functions of Triton.
 
-They are as accurate for tiny arguments as for others, and give for infinities and NaNs what torch gives.
+They are as accurate for tiny arguments as for others, and agree with torch for infinities and NaNs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def expm1(x):
 @triton.jit
 def log1p(x):
     u = 1.0 + x
-    # The rounding of u is made good by the same rounding in u - 1.
+    # The rounding of u - 1 compensates for the same rounding in u.
     ratio = tl.where(u - 1.0 == x, 1.0, x / (u - 1.0))
     return tl.where(u == 1.0, x, tl.log(u) * ratio)
 
@@ -42,7 +42,7 @@ def tanh(x):
 
 @triton.jit
 def sinh(x):
-    half = tl.exp(0.5 * tl.abs(x))  # its square may be a float32 where exp is none
+    half = tl.exp(0.5 * tl.abs(x))  # its square may be finite although exp overflows
     large = 0.5 * half * half
     return tl.where(tl.abs(x) < 20.0, 0.5 * (expm1(x) - expm1(-x)), tl.where(x < 0, -large, large))
 

@@ -21,7 +21,7 @@ def read_rows_kernel(
     addresses, peer_row, local_ids, out, num_tokens, width, experts_per_rank,
     K: tl.constexpr, K_PAD: tl.constexpr, ALIGNED: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """out[rank * num_tokens + t] = row t of the rank if one of the token's slots is here, else 0."""
+    """out[rank * num_tokens + t] = row t of the rank if the token has an expert on this rank, otherwise 0."""
     rank = tl.program_id(2)
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     column = tl.program_id(1) * BD + tl.arange(0, BD)
@@ -42,7 +42,7 @@ def add_rows_kernel(
     addresses, peer_row, destinations, out, num_tokens, first_row, width, experts_per_rank,
     W: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, ALIGNED: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = sum over the ranks with one of the token's slots of their row first_row + t, in the order of ranks."""
+    """out[t] = sum of row first_row + t over the ranks with an expert of the token, in the order of ranks."""
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     column = tl.program_id(1) * BD + tl.arange(0, BD)
     is_token, in_width = token < num_tokens, column < width

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tiles import load_parts, store_parts, weight_and_scale
+from .tiles import load_parts, load_weight_and_scale, store_parts
 
 # Sizes that change from call to call: kernels are not specialized on them.
 _VARYING = ["num_tokens", "num_rows", "num_partials"]
@@ -42,7 +42,7 @@ def combine_kernel(
 
 @triton.jit
 def gather_kernel(x, x_row, token_ids, expert_offsets, rows, width, E, BT: tl.constexpr, BD: tl.constexpr):
-    """rows[r] = x[token_ids[r]]; the tail is left as it is."""
+    """rows[r] = x[token_ids[r]]; the tail is not written."""
     row = tl.program_id(0) * BT + tl.arange(0, BT)
     is_row = row < tl.load(expert_offsets + E)
     column = tl.program_id(1) * BD + tl.arange(0, BD)
@@ -209,7 +209,7 @@ def act_vjp_kernel(
     row = tl.program_id(0) * BT + tl.arange(0, BT)
     is_row = row < tl.load(expert_offsets + E)
     row_wide = row[:, None].to(tl.int64)
-    w, scale = weight_and_scale(row_weights, row, is_row, SCALE, HAS_SCALE, USES_WEIGHT, BT)
+    w, scale = load_weight_and_scale(row_weights, row, is_row, SCALE, HAS_SCALE, USES_WEIGHT, BT)
     dot, by_weight = tl.zeros((BT,), tl.float32), tl.zeros((BT,), tl.float32)
     for start in range(0, width, BD):
         column = start + tl.arange(0, BD)

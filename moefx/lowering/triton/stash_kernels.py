@@ -61,7 +61,7 @@ def move_rows_kernel(
 
 @triton.jit(do_not_specialize=["num_ring_rows"])
 def check_kernel(ticket, cursor, misses, expert_offsets, missing, num_ring_rows, E, E_BINS: tl.constexpr):
-    """missing = the experts' offsets if the rows were missed, else zeros. Counts a miss.
+    """missing = the experts' offsets if the rows were missed, otherwise zeros. Counts a miss.
 
     Launched after `move_rows_kernel`: rows that were overwritten during the copy count as missed.
     """

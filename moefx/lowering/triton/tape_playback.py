@@ -1,9 +1,9 @@
 """Play the steps of a tape (see `launch_replay`) with little work on the host.
 
-Small buffers that only launches use share one allocation, the workspace. Consecutive launches are a batch. A launch
-takes the host 9 to 24 us, the replay of a CUDA graph 3. So a batch that runs again at the same addresses is captured,
-and replayed whenever these addresses recur. In training they do, because the caching allocator hands out the same
-memory in each step. The kernels and their arguments are functions of the addresses, so a graph cannot be stale.
+Small buffers that only launches use share one allocation, the workspace. Consecutive launches form a batch. A launch
+takes the host 9 to 24 us, the replay of a CUDA graph 3 us. So a batch that runs at the same addresses a second time is
+captured, and replayed whenever these addresses recur. In training they recur, because the caching allocator returns the
+same memory in each step. A graph cannot be stale: the addresses determine the kernels and their arguments.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ from torch import Tensor
 
 from . import launch as launching
 
-_SMALL = 8 << 20  # bytes of a buffer that moves to the workspace; larger ones are freed as soon as possible
+_MAX_WORKSPACE_BUFFER = (
+    8 << 20
+)  # bytes of a buffer that moves to the workspace; larger ones are freed as soon as possible
 _ALIGNMENT = 512  # as of the caching allocator
 _MAX_GRAPHS = 1024  # of the process
 _MAX_SEEN = 64  # addresses of a batch that wait for their second call
-_SWITCH = "MOEFX_LAUNCH_GRAPHS"
+_GRAPHS_VARIABLE = "MOEFX_LAUNCH_GRAPHS"
 _log = logging.getLogger(__name__)
 
 
 class Allocate(NamedTuple):
     """Create a tensor."""
 
-    slot: int
+    register: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
@@ -43,39 +45,39 @@ class Allocate(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __call__(self, tensors: list[Any]) -> None:
-        tensors[self.slot] = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        tensors[self.register] = torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
 class Free(NamedTuple):
     """Drop a tensor."""
 
-    slot: int
+    register: int
 
     def __call__(self, tensors: list[Any]) -> None:
-        tensors[self.slot] = None
+        tensors[self.register] = None
 
 
 class Apply(NamedTuple):
     """Call a function that returns a new tensor.
 
     Args:
-        sources: slots, and views of them: shape, strides and distance in elements, or None for all of the tensor.
+        sources: registers, each with a view: shape, strides and distance in elements, or None for the whole tensor.
     """
 
-    slot: int
+    register: int
     function: Callable[..., Tensor]
     sources: Sequence[Any]
 
     def __call__(self, tensors: list[Any]) -> None:
-        tensors[self.slot] = self.function(*(_view(tensors[source], view) for source, view in self.sources))
+        tensors[self.register] = self.function(*(_view(tensors[source], view) for source, view in self.sources))
 
 
 class Launch(NamedTuple):
     """Launch a kernel.
 
     Args:
-        template: the arguments, None where a pointer or a descriptor of a slot belongs.
-        pointers: (index of the argument, slot, offset in bytes).
+        template: the arguments, with None for each pointer or descriptor of a register.
+        pointers: (index of the argument, register, offset in bytes).
         descriptors: the same, and a tensor descriptor; a call changes its address only.
     """
 
@@ -86,23 +88,25 @@ class Launch(NamedTuple):
 
     def __call__(self, tensors: list[Any]) -> None:
         args = self.template.copy()
-        for i, slot, offset in self.pointers:
-            args[i] = point_at(tensors[slot], offset)
-        for i, slot, offset, recorded_descriptor in self.descriptors:
-            args[i] = rebase(recorded_descriptor, describe_address(tensors[slot], offset, recorded_descriptor))
+        for i, register, offset in self.pointers:
+            args[i] = offset_pointer(tensors[register], offset)
+        for i, register, offset, recorded_descriptor in self.descriptors:
+            args[i] = replace_base(recorded_descriptor, offset_base(tensors[register], offset, recorded_descriptor))
         self.run(*args)
 
     @property
-    def slots(self) -> set[int]:
-        return {slot for _, slot, *_ in (*self.pointers, *self.descriptors)}
+    def registers(self) -> set[int]:
+        return {register for _, register, *_ in (*self.pointers, *self.descriptors)}
 
-    def with_slots(self, places: dict[int, tuple[int, int]]) -> Launch:
-        """Return the launch with other slots and offsets in place of some slots."""
+    def with_registers(self, moved_registers: dict[int, tuple[int, int]]) -> Launch:
+        """Return the launch with some registers replaced by other registers and offsets."""
 
         def move(pointers: Iterable[Any]) -> tuple[Any, ...]:
             return tuple(
-                (i, places[slot][0], offset + places[slot][1], *rest) if slot in places else (i, slot, offset, *rest)
-                for i, slot, offset, *rest in pointers
+                (i, moved_registers[register][0], offset + moved_registers[register][1], *rest)
+                if register in moved_registers
+                else (i, register, offset, *rest)
+                for i, register, offset, *rest in pointers
             )
 
         return self._replace(pointers=move(self.pointers), descriptors=move(self.descriptors))
@@ -115,13 +119,13 @@ class Playback:
     """The steps of a tape, ready to play.
 
     Args:
-        results: slots of the results. num_slots: of all tensors; inputs and constants come first.
+        results: registers of the results. num_registers: of all tensors; inputs and constants come first.
     """
 
-    def __init__(self, steps: Sequence[Step], results: Sequence[int], num_slots: int):
-        self.results, self.num_slots = results, num_slots
+    def __init__(self, steps: Sequence[Step], results: Sequence[int], num_registers: int):
+        self.results, self.num_registers = results, num_registers
         self.actions: list[Callable[[list[Any]], None]] = []
-        steps, self.num_slots = _use_workspace(steps, results, num_slots)
+        steps, self.num_registers = _use_workspace(steps, results, num_registers)
         launches: list[Launch] = []
         for step in steps:
             if isinstance(step, Launch):
@@ -140,35 +144,42 @@ class Playback:
 
     def play(self, inputs: Sequence[Tensor | None], constants: Sequence[Tensor]) -> list[Tensor]:
         tensors: list[Any] = [*inputs, *constants]
-        tensors += [None] * (self.num_slots - len(tensors))
+        tensors += [None] * (self.num_registers - len(tensors))
         for action in self.actions:
             action(tensors)
-        return [tensors[slot] for slot in self.results]
+        return [tensors[register] for register in self.results]
 
 
-def _use_workspace(steps: Sequence[Step], results: Sequence[int], num_slots: int) -> tuple[list[Step], int]:
-    """Move small buffers that only launches use to one allocation. Buffers that do not live at the same time may
-    overlap: launches run in order."""
-    separate_slots = {*results, *(slot for s in steps if isinstance(s, Apply) for slot, _ in s.sources)}
+def _use_workspace(steps: Sequence[Step], results: Sequence[int], num_registers: int) -> tuple[list[Step], int]:
+    """Move small buffers that only launches use to one allocation. Buffers with disjoint lifetimes may overlap, because
+    launches run in order."""
+    separate_registers = {*results, *(register for s in steps if isinstance(s, Apply) for register, _ in s.sources)}
     small_allocations = {
-        s.slot: s for s in steps if isinstance(s, Allocate) and s.slot not in separate_slots and s.num_bytes <= _SMALL
+        s.register: s
+        for s in steps
+        if isinstance(s, Allocate) and s.register not in separate_registers and s.num_bytes <= _MAX_WORKSPACE_BUFFER
     }
     if len({s.device for s in small_allocations.values()}) != 1 or launching.INTERPRETED:
-        return list(steps), num_slots
-    workspace, size, ranges, places = num_slots, 0, dict[int, tuple[int, int]](), dict[int, tuple[int, int]]()
+        return list(steps), num_registers
+    workspace, size, ranges, moved_registers = (
+        num_registers,
+        0,
+        dict[int, tuple[int, int]](),
+        dict[int, tuple[int, int]](),
+    )
     new_steps: list[Step] = []
     for step in steps:
-        if isinstance(step, Allocate) and step.slot in small_allocations:
+        if isinstance(step, Allocate) and step.register in small_allocations:
             begin = _find_room(ranges.values(), step.num_bytes)
-            ranges[step.slot] = begin, begin + step.num_bytes
-            places[step.slot] = workspace, begin
+            ranges[step.register] = begin, begin + step.num_bytes
+            moved_registers[step.register] = workspace, begin
             size = max(size, begin + step.num_bytes)
-        elif isinstance(step, Free) and step.slot in small_allocations:
-            ranges.pop(step.slot)
+        elif isinstance(step, Free) and step.register in small_allocations:
+            ranges.pop(step.register)
         else:
-            new_steps.append(step.with_slots(places) if isinstance(step, Launch) else step)
+            new_steps.append(step.with_registers(moved_registers) if isinstance(step, Launch) else step)
     device = next(iter(small_allocations.values())).device
-    return [Allocate(workspace, (size,), torch.uint8, device), *new_steps], num_slots + 1
+    return [Allocate(workspace, (size,), torch.uint8, device), *new_steps], num_registers + 1
 
 
 def _find_room(occupied: Iterable[tuple[int, int]], size: int) -> int:
@@ -185,14 +196,14 @@ class LaunchBatch:
     """Launches that follow each other.
 
     Attributes:
-        graphs: CUDA graphs by the addresses of `slots`.
+        graphs: CUDA graphs by the addresses in `registers`.
         used: addresses of the graphs that ran since `_make_room` last dropped some.
         seen: addresses that ran once.
     """
 
     def __init__(self, launches: Sequence[Launch]):
         self.launches = launches
-        self.slots = sorted({slot for launch in launches for slot in launch.slots})
+        self.registers = sorted({register for launch in launches for register in launch.registers})
         self.graphs: dict[tuple[int, ...], Any] = {}
         self.used: set[tuple[int, ...]] = set()
         self.seen: set[tuple[int, ...]] = set()
@@ -203,7 +214,7 @@ class LaunchBatch:
         if not _uses_graphs or torch.cuda.is_current_stream_capturing():
             self._launch(tensors)
             return
-        addresses = tuple([tensors[slot].data_ptr() for slot in self.slots])
+        addresses = tuple([tensors[register].data_ptr() for register in self.registers])
         graph = self.graphs.get(addresses)
         if graph is None and addresses in self.seen:
             graph = self._capture(tensors, addresses)
@@ -233,13 +244,15 @@ class LaunchBatch:
             if not _make_room():
                 return None
             self.seen.discard(addresses)
-            graph = _capture_graph(lambda: self._launch(tensors), tensors[self.slots[0]].device)
+            graph = _capture_graph(lambda: self._launch(tensors), tensors[self.registers[0]].device)
             self.graphs[addresses] = graph
             return graph
         except RuntimeError as error:
             _uses_graphs = False
             _log.warning(
-                "launches are not captured as CUDA graphs from now on (%s=0 avoids the attempt): %s", _SWITCH, error
+                "launches are not captured as CUDA graphs from now on (%s=0 avoids the attempt): %s",
+                _GRAPHS_VARIABLE,
+                error,
             )
             return None
         finally:
@@ -253,7 +266,8 @@ _attempts_to_skip = 0
 
 
 def _make_room() -> bool:
-    """Drop graphs that have not run since the last time, if there are too many. Returns whether one more has room."""
+    """Drop graphs that have not run since the last call, if there are too many. Return whether there is room for one
+    more."""
     global _attempts_to_skip
     if _attempts_to_skip:
         _attempts_to_skip -= 1
@@ -269,12 +283,12 @@ def _make_room() -> bool:
 
 
 def _capture_graph(launch: Callable[[], None], device: torch.device) -> Any:
-    """Capture launches on a stream of its own: the default stream cannot be captured."""
+    """Capture launches on a separate stream: the default stream cannot be captured."""
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(_streams[device]):
-        # Other threads may call what CUDA forbids in a capture; random numbers on this device are torch's own limit.
+        # Other threads may make calls that CUDA forbids in a capture. torch refuses random numbers on this device.
         graph.capture_begin(capture_error_mode="thread_local")
         try:
             launch()
@@ -287,7 +301,9 @@ def _capture_graph(launch: Callable[[], None], device: torch.device) -> Any:
 
 
 _uses_graphs = (
-    not launching.INTERPRETED and torch.version.hip is None and os.environ.get(_SWITCH, "") not in ("0", "false")
+    not launching.INTERPRETED
+    and torch.version.hip is None
+    and os.environ.get(_GRAPHS_VARIABLE, "") not in ("0", "false")
 )
 
 
@@ -308,14 +324,14 @@ class Address:
         return self.address
 
 
-def rebase(recorded_descriptor: Any, base: Any) -> Any:
+def replace_base(recorded_descriptor: Any, base: Any) -> Any:
     """Return a copy of a recorded tensor descriptor with another base."""
     descriptor = object.__new__(type(recorded_descriptor))  # skip the checks, which the recorded one passed
     descriptor.__dict__.update(recorded_descriptor.__dict__, base=base)
     return descriptor
 
 
-def describe_address(tensor: Tensor, offset: int, recorded_descriptor: Any) -> Any:
+def offset_base(tensor: Tensor, offset: int, recorded_descriptor: Any) -> Any:
     """Return the base of a descriptor at an offset of a tensor: an address, or for the interpreter a tensor."""
     if launching.INTERPRETED:
         start = tensor.storage_offset() + offset // tensor.element_size()
@@ -323,7 +339,7 @@ def describe_address(tensor: Tensor, offset: int, recorded_descriptor: Any) -> A
     return Address(tensor.data_ptr() + offset)
 
 
-def point_at(tensor: Tensor, offset: int) -> Any:
+def offset_pointer(tensor: Tensor, offset: int) -> Any:
     """Return the address at an offset, which kernels accept as a tensor. For the interpreter, a tensor that begins
     there."""
     if launching.INTERPRETED and tensor.numel() == 0:

@@ -25,8 +25,8 @@ class Config:
         descriptors: use tensor descriptors (TMA) for weights, and for rows that are not gathered.
         store_descriptors: use them also to store full tiles of rows; not in `act_backward_kernel`.
         slices: slices of the pointwise part in `act_backward_kernel`.
-        fused: run the pointwise part in the GEMM ("up", "act_backward"). Otherwise it has a kernel of its own, and the
-            GEMM is `rows_kernel`.
+        fused: run the pointwise part in the GEMM ("up", "act_backward"). Otherwise it has its own kernel, and the GEMM
+            is `rows_kernel`.
         gather_first: gather the rows into a buffer before the GEMM ("grad_up", "grad_down"; "up" and "act_backward" if
             they are not fused, or have roles). "grad_down" reuses the buffer of "act_backward".
         roles: use the kernels of `hopper` if they support the tensors; their warps have roles: load, multiply, or
@@ -63,7 +63,7 @@ HAS_ROLES = _GLUON[0] <= tuple(map(int, triton.__version__.split(".")[:2])) < _G
 
 
 @functools.cache
-def target(device: torch.device) -> str:
+def get_target(device: torch.device) -> str:
     """Return the name of a device's target: `sm90`, `gfx942`, ..., or `interpreter`."""
     if device.type != "cuda":
         return "interpreter"
@@ -114,7 +114,7 @@ def default_config(kernel: str, device: torch.device, dtype: torch.dtype) -> Con
     """Return the configuration of a kernel if nothing is tuned."""
     if dtype is torch.float32:
         return _FLOAT32[kernel]
-    return (_HOPPER_ROLES if target(device) == "sm90" else _PORTABLE)[kernel]
+    return (_HOPPER_ROLES if get_target(device) == "sm90" else _PORTABLE)[kernel]
 
 
 def portable_config(kernel: str) -> Config:
@@ -126,7 +126,7 @@ def list_candidates(kernel: str, device: torch.device, dtype: torch.dtype) -> li
     """List the configurations that tuning tries."""
     if dtype is torch.float32:
         return [default_config(kernel, device, dtype), *_FLOAT32_CANDIDATES[kernel]]
-    if target(device) == "sm90":
+    if get_target(device) == "sm90":
         return [tiles for tiles in _HOPPER_CANDIDATES[kernel] if HAS_ROLES or not tiles.roles]
     return [default_config(kernel, device, dtype), *_PORTABLE_CANDIDATES[kernel]]
 

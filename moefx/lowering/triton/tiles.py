@@ -81,7 +81,7 @@ def locate_outer(tile, height, width, expert_offsets, BM: tl.constexpr, BN: tl.c
 
 
 @triton.jit
-def matrix_of(w, w_expert, expert, like, WEIGHT: tl.constexpr):
+def locate_matrix(w, w_expert, expert, like, WEIGHT: tl.constexpr):
     """Return the pointer to an expert's matrix. A descriptor is returned unchanged."""
     if WEIGHT == "table":
         matrix = tl.multiple_of(tl.load(w + expert).to(tl.pointer_type(like.dtype.element_ty)), 16)
@@ -95,7 +95,7 @@ def matrix_of(w, w_expert, expert, like, WEIGHT: tl.constexpr):
 
 
 @triton.jit
-def weight_tile(
+def load_weight_tile(
     w, expert, column, columns, w_column, k, ks, w_inner, inner,
     BN: tl.constexpr, BK: tl.constexpr, WEIGHT: tl.constexpr, COLUMNS_FIRST: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
@@ -128,46 +128,46 @@ def safe_indices(index, size, EVEN: tl.constexpr, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def left_rows(token_ids, row, is_mine, first_row, GATHER: tl.constexpr):
+def load_left_rows(token_ids, row, in_expert, first_row, GATHER: tl.constexpr):
     """Return the rows of the left operand that a tile multiplies. Rows outside of the expert are replaced by a valid
     one."""
     if GATHER:
-        left_row = tl.load(token_ids + row, mask=is_mine, other=0)
+        left_row = tl.load(token_ids + row, mask=in_expert, other=0)
     else:
-        left_row = tl.where(is_mine, row, first_row)
+        left_row = tl.where(in_expert, row, first_row)
     return left_row
 
 
 @triton.jit
-def weight_and_scale(
-    row_weights, row, is_mine,
+def load_weight_and_scale(
+    row_weights, row, in_expert,
     SCALE: tl.constexpr, HAS_SCALE: tl.constexpr, USES_WEIGHT: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Return the routing weight (0 if unused) and the result's scale (1 without) of rows, float32 [BM,1]."""
     w, scale = tl.zeros((BM, 1), tl.float32), tl.full((BM, 1), 1.0, tl.float32)
     if HAS_SCALE or USES_WEIGHT:
-        w = tl.load(row_weights + row, mask=is_mine, other=0.0).to(tl.float32)[:, None]
+        w = tl.load(row_weights + row, mask=in_expert, other=0.0).to(tl.float32)[:, None]
     if HAS_SCALE:
         scale = SCALE(w)
     return w, scale
 
 
 @triton.jit
-def tile_mask(is_mine, column, width, EVEN_N: tl.constexpr):
+def make_tile_mask(in_expert, column, width, EVEN_N: tl.constexpr):
     """Return the mask of a tile [BM,BN]'s stored elements."""
     if EVEN_N:
-        mask = is_mine[:, None]
+        mask = in_expert[:, None]
     else:
-        mask = is_mine[:, None] & (column < width)[None, :]
+        mask = in_expert[:, None] & (column < width)[None, :]
     return mask
 
 
 @triton.jit
-def store_tile(out, at, described, first_row, column, value, mask, is_full, OUT_DESCRIPTOR: tl.constexpr):
+def store_tile(out, at, descriptor, first_row, column, value, mask, is_full, OUT_DESCRIPTOR: tl.constexpr):
     """Store a tile of rows. Only a full tile uses the descriptor, which would overwrite the next expert's rows."""
     if OUT_DESCRIPTOR:
         if is_full:
-            described.store([first_row, column], value)
+            descriptor.store([first_row, column], value)
         else:
             tl.store(out + at, value, mask=mask)
     else:
@@ -219,7 +219,7 @@ def accumulate(
 ):  # fmt: skip
     """acc + rows @ the expert's matrix. The rows are `row`, or with a descriptor those from `first_row` on."""
     ks = tl.arange(0, BK)
-    matrix = matrix_of(w, w_expert, expert, rows, WEIGHT)
+    matrix = locate_matrix(w, w_expert, expert, rows, WEIGHT)
     if not ROWS_DESCRIPTOR:
         rows_at = rows + row[:, None].to(tl.int64) * rows_row + ks[None, :]
     for k in range(0, inner, BK):
@@ -231,7 +231,7 @@ def accumulate(
             else:
                 left = tl.load(rows_at, mask=(ks < inner - k)[None, :], other=0.0)
             rows_at += BK
-        right = weight_tile(
+        right = load_weight_tile(
             matrix, expert, n * BN, w_columns, w_column, k, ks, w_inner, inner, BN, BK, WEIGHT, COLUMNS_FIRST, EVEN_K
         )
         acc = tl.dot(left, right, acc, input_precision=PRECISION)

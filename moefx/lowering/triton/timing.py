@@ -11,7 +11,7 @@ import torch
 _FLUSH_BYTES = 256 * 2**20
 
 
-def milliseconds(work: Callable[[], object], repeats: int = 9, warmup: int = 2) -> float:
+def measure_milliseconds(work: Callable[[], object], repeats: int = 9, warmup: int = 2) -> float:
     """Median milliseconds of `work` on the current device and stream."""
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
     for _ in range(warmup):
@@ -29,7 +29,7 @@ def milliseconds(work: Callable[[], object], repeats: int = 9, warmup: int = 2) 
     return statistics.median(begin.elapsed_time(end) for begin, end in events)
 
 
-def settle(work: Callable[[], object], seconds: float = 0.3) -> None:
+def settle_clock(work: Callable[[], object], seconds: float = 0.3) -> None:
     """Repeat `work` for some seconds, until the GPU has the clock of steady work."""
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:

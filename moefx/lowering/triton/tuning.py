@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 _used: dict[tuple[str, str], tuple[Config, str]] = {}
 
 
-def config(
+def choose_config(
     kernel: str,
     device: torch.device,
     dtype: torch.dtype,
@@ -47,7 +47,7 @@ def config(
         trial: runs the GEMM with a configuration; None if it must not be tuned.
     """
     tiles, reason, distance = find_nearest_config(kernel, device, dtype, shape)
-    if tile_configs.target(device) == "interpreter":
+    if tile_configs.get_target(device) == "interpreter":
         return tiles
     if distance > _NEAR and trial and autotune.can_tune(shape, num_experts):
         with autotune.tuning_lock:
@@ -57,8 +57,8 @@ def config(
             if distance > _NEAR:
                 tiles, reason = _tune(kernel, device, dtype, shape, trial, tiles, reason)
     if distance == math.inf:
-        _log_untuned(tile_configs.target(device), _dtype_name(dtype))
-    _used[kernel, f"{_dtype_name(dtype)} {_text(shape)}"] = (tiles, reason)
+        _log_untuned(tile_configs.get_target(device), _dtype_name(dtype))
+    _used[kernel, f"{_dtype_name(dtype)} {_format_shape(shape)}"] = (tiles, reason)
     return tiles
 
 
@@ -81,15 +81,17 @@ def find_nearest_config(
     """
     # float16 has bfloat16's width and runs on the same units, so its entries serve too.
     dtypes = (dtype, torch.bfloat16) if dtype is torch.float16 else (dtype,)
-    table = _entries(device)
-    entries = [(*e, d) for d in dtypes for e in table.get((tile_configs.target(device), _dtype_name(d), kernel), ())]
+    table = _load_entries(device)
+    entries = [
+        (*e, d) for d in dtypes for e in table.get((tile_configs.get_target(device), _dtype_name(d), kernel), ())
+    ]
     if entries:
         tuned_shape, tiles, environment, its_dtype = min(entries, key=lambda entry: _distance(entry[0], shape))
-        reason, distance = f"tuned {environment} {_text(tuned_shape)}", _distance(tuned_shape, shape)
+        reason, distance = f"tuned {environment} {_format_shape(tuned_shape)}", _distance(tuned_shape, shape)
         reason += "" if its_dtype is dtype else f", {_dtype_name(its_dtype)}"
     else:
         tiles, distance = tile_configs.default_config(kernel, device, dtype), math.inf
-        reason = f"the default: nothing is tuned for {tile_configs.target(device)} {_dtype_name(dtype)}"
+        reason = f"the default: nothing is tuned for {tile_configs.get_target(device)} {_dtype_name(dtype)}"
     if tiles.roles and not tile_configs.HAS_ROLES:
         tiles = tile_configs.portable_config(kernel)
         reason = f"without Gluon's kernels, which are not known to compile with Triton {triton.__version__}"
@@ -111,15 +113,17 @@ def _tune(
     reason: str,
 ) -> tuple[Config, str]:
     others = [tiles for tiles in tile_configs.list_candidates(kernel, device, dtype) if tiles != first]
-    best, is_complete = autotune.find_fastest(f"{kernel} {_dtype_name(dtype)} {_text(shape)}", [first, *others], trial)
+    best, is_complete = autotune.find_fastest(
+        f"{kernel} {_dtype_name(dtype)} {_format_shape(shape)}", [first, *others], trial
+    )
     if best is None:
         return first, f"{reason}; none fit when tuned here"
-    key = (tile_configs.target(device), _dtype_name(dtype), kernel)
-    _entries(device).setdefault(key, []).append((shape, best, _HERE))
+    key = (tile_configs.get_target(device), _dtype_name(dtype), kernel)
+    _load_entries(device).setdefault(key, []).append((shape, best, _HERE))
     if not is_complete:
-        return best, f"tuned {_HERE} {_text(shape)}, until the seconds of MOEFX_AUTOTUNE were used up"
+        return best, f"tuned {_HERE} {_format_shape(shape)}, until the seconds of MOEFX_AUTOTUNE were used up"
     autotune.append_cached_line(gpu_name(device), format_line(*key, shape, best))
-    return best, f"tuned {_HERE} {_text(shape)}"
+    return best, f"tuned {_HERE} {_format_shape(shape)}"
 
 
 def gpu_name(device: torch.device) -> str:
@@ -127,7 +131,7 @@ def gpu_name(device: torch.device) -> str:
 
 
 @functools.cache
-def _entries(device: torch.device) -> dict[tuple[str, str, str], list[TunedConfig]]:
+def _load_entries(device: torch.device) -> dict[tuple[str, str, str], list[TunedConfig]]:
     """(target, dtype, kernel) -> tuned entries, from the table and from this machine's cache."""
     entries: dict[tuple[str, str, str], list[TunedConfig]] = {}
     try:
@@ -180,7 +184,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _text(shape: Sequence[int]) -> str:
+def _format_shape(shape: Sequence[int]) -> str:
     columns, inner, rows = shape
     return f"[{inner} -> {columns}], {rows} rows an expert"
 

@@ -1,4 +1,4 @@
-"""Launch the kernels of `hopper`, `hopper_outer` and `hopper_point` for a `KernelCall`, if they support its tensors.
+"""Launch the kernels of `hopper`, `hopper_outer` and `hopper_pointwise` for a `KernelCall` with tensors they support.
 
 They support 16-bit operands that TMA can describe: the last dimension a multiple of 8 elements, all other strides
 multiples of 16 bytes. They do not support separate parameters at arbitrary addresses.
@@ -30,42 +30,46 @@ _BM, _BN, _BK, _WARPS = 128, 256, 64, 8
 _TYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}  # Gluon's names
 
 
-def try_project_up(run: KernelCall, hidden: Sequence[Tensor] | None, act: Tensor | None, tiles: Config) -> bool:
+def try_project_up(kernel_call: KernelCall, hidden: Sequence[Tensor] | None, act: Tensor | None, tiles: Config) -> bool:
     """Compute H, if it is kept, and the activation. Returns False if the kernel does not support the tensors."""
-    from .hopper_point import hopper_up_kernel
+    from .hopper_pointwise import hopper_up_kernel
 
-    point, call = run.point, run.call
-    parts, width = run.part_weights(), run.act_width
-    paired = point.num_parts == 2 and not point.joined
+    pointwise, call = kernel_call.pointwise, kernel_call.call
+    parts, width = kernel_call.part_weights(), kernel_call.act_width
+    paired = pointwise.num_parts == 2 and not pointwise.joined
     w = _describe_weights(parts[: 2 if paired else 1], backward=False, columns=tiles.bn // 2 if paired else tiles.bn)
-    if width % 8 or w is None or not _fit(run.x, *(t for t in (*(hidden or ()), act) if t is not None)):
+    if (
+        width % 8
+        or w is None
+        or not _can_describe(kernel_call.x, *(t for t in (*(hidden or ()), act) if t is not None))
+    ):
         return False
-    bias0, bias1 = run.part_biases()
-    h0, h1 = run.parts(hidden) if hidden else (run.x, run.x)
-    schedule, max_tiles = run.schedule(_BM)
-    x = run.gather(run.x) if tiles.gather_first else run.x
+    bias0, bias1 = kernel_call.part_biases()
+    h0, h1 = kernel_call.parts(hidden) if hidden else (kernel_call.x, kernel_call.x)
+    schedule, max_tiles = kernel_call.schedule(_BM)
+    x = kernel_call.gather(kernel_call.x) if tiles.gather_first else kernel_call.x
     args = (
         *(x, _describe(x, _BM, _BK) if tiles.gather_first else None, x.stride(0), call.token_ids, schedule, max_tiles),
         *(w[0], w[1] if paired else None),
-        *(bias0, bias1, *((0, 0) if bias0 is None else bias0.stride()), run.w, h0, h1, h0.stride(0)),
-        *(run.x if act is None else act, width, run.x.shape[1]),
+        *(bias0, bias1, *((0, 0) if bias0 is None else bias0.stride()), kernel_call.w, h0, h1, h0.stride(0)),
+        *(kernel_call.x if act is None else act, width, kernel_call.x.shape[1]),
     )
-    constants = point.act_constants | dict(
+    constants = pointwise.act_constants | dict(
         GATHER=not tiles.gather_first,
         COLUMNS_FIRST=parts[0].columns_first(backward=False),
         HAS_BIAS=bias0 is not None,
         STORE_H=hidden is not None,
         STORE_ACT=act is not None,
     )
-    num_tiles = max_tiles * cdiv(width, tiles.bn // point.num_parts)
-    warps = _point_warps(tiles)
-    options = dict(ROWS=4 * warps if point.joined else 32, POINT_WARPS=warps)
-    _launch(run, hopper_up_kernel, num_tiles, args, constants, tiles, tiles.bn, **options)
+    num_tiles = max_tiles * cdiv(width, tiles.bn // pointwise.num_parts)
+    warps = _count_pointwise_warps(tiles)
+    options = dict(ROWS=4 * warps if pointwise.joined else 32, POINTWISE_WARPS=warps)
+    _launch(kernel_call, hopper_up_kernel, num_tiles, args, constants, tiles, tiles.bn, **options)
     return True
 
 
 def try_multiply_rows(
-    run: KernelCall,
+    kernel_call: KernelCall,
     terms: Sequence[Tensor],
     weights: Sequence[Weights],
     out: Tensor,
@@ -80,14 +84,14 @@ def try_multiply_rows(
     from .hopper import hopper_rows_kernel
 
     w = _describe_weights(weights, backward=backward, columns=_BN)
-    if w is None or not _fit(*terms, out):
+    if w is None or not _can_describe(*terms, out):
         return False
-    call, (width, inner) = run.call, (out.shape[1], terms[0].shape[1])
-    schedule, max_tiles = run.schedule(_BM)
+    call, (width, inner) = kernel_call.call, (out.shape[1], terms[0].shape[1])
+    schedule, max_tiles = kernel_call.schedule(_BM)
     descriptors = [None if gather else _describe(t, _BM, _BK) for t in terms] + [None]
     args = (
         *(terms[0], descriptors[0], descriptors[1], terms[0].stride(0), call.token_ids),
-        *(schedule, max_tiles, *(*w, None)[:2], bias, *((0, 0) if bias is None else bias.stride()), run.w),
+        *(schedule, max_tiles, *(*w, None)[:2], bias, *((0, 0) if bias is None else bias.stride()), kernel_call.w),
         *(out, _describe(out, _BM, 64), width, inner),
     )
     constants = dict(
@@ -98,17 +102,17 @@ def try_multiply_rows(
         HAS_BIAS=bias is not None,
         HAS_SCALE=scale is not None,
     )
-    _launch(run, hopper_rows_kernel, max_tiles * cdiv(width, _BN), args, constants, tiles)
+    _launch(kernel_call, hopper_rows_kernel, max_tiles * cdiv(width, _BN), args, constants, tiles)
     return True
 
 
-def supports_act_backward(run: KernelCall, grad: Tensor, hidden: Sequence[Tensor], tiles: Config) -> bool:
-    fit = run.act_width % 8 == 0 and _fit(grad, *hidden)
-    return fit and _describe_weights([run.down], backward=True, columns=tiles.bn) is not None
+def supports_act_backward(kernel_call: KernelCall, grad: Tensor, hidden: Sequence[Tensor], tiles: Config) -> bool:
+    fit = kernel_call.act_width % 8 == 0 and _can_describe(grad, *hidden)
+    return fit and _describe_weights([kernel_call.down], backward=True, columns=tiles.bn) is not None
 
 
 def act_backward(
-    run: KernelCall,
+    kernel_call: KernelCall,
     grad: Tensor,
     gather: bool,
     hidden: Sequence[Tensor],
@@ -119,48 +123,55 @@ def act_backward(
     tiles: Config,
 ) -> None:
     """See `BackwardCall.act_backward`; `hidden` and `grad_hidden` are the parts."""
-    from .hopper_point import hopper_act_backward_kernel
+    from .hopper_pointwise import hopper_act_backward_kernel
 
-    call = run.call
-    width, inner = run.act_width, run.out_width
-    w = _describe_weights([run.down], backward=True, columns=tiles.bn)
+    call = kernel_call.call
+    width, inner = kernel_call.act_width, kernel_call.out_width
+    w = _describe_weights([kernel_call.down], backward=True, columns=tiles.bn)
     assert w is not None
-    schedule, max_tiles = run.schedule(_BM)
+    schedule, max_tiles = kernel_call.schedule(_BM)
     args = (
         *(grad, None if gather else _describe(grad, _BM, _BK), grad.stride(0), call.token_ids),
-        *(schedule, max_tiles, w[0], run.w, *hidden, *grad_hidden, hidden[0].stride(0), scaled_act, dots),
+        *(schedule, max_tiles, w[0], kernel_call.w, *hidden, *grad_hidden, hidden[0].stride(0), scaled_act, dots),
         *(call.num_rows, width, inner),
     )
-    constants = constants | dict(GATHER=gather, COLUMNS_FIRST=run.down.columns_first(backward=True))
+    constants = constants | dict(GATHER=gather, COLUMNS_FIRST=kernel_call.down.columns_first(backward=True))
     num_tiles = max_tiles * cdiv(width, tiles.bn)
-    warps = _point_warps(tiles)
-    options = dict(ROWS=4 * warps, POINT_WARPS=warps)  # registers have no room for more rows in flight
-    _launch(run, hopper_act_backward_kernel, num_tiles, args, constants, tiles, tiles.bn, **options)
+    warps = _count_pointwise_warps(tiles)
+    options = dict(ROWS=4 * warps, POINTWISE_WARPS=warps)  # registers have no room for more rows in flight
+    _launch(kernel_call, hopper_act_backward_kernel, num_tiles, args, constants, tiles, tiles.bn, **options)
 
 
 def try_outer(
-    run: KernelCall, left: tuple[Tensor, bool], right: tuple[Tensor, bool], out: Tensor, tiles: Config
+    kernel_call: KernelCall, left: tuple[Tensor, bool], right: tuple[Tensor, bool], out: Tensor, tiles: Config
 ) -> bool:
     """See `BackwardCall.outer`. Returns False if the kernel does not support the tensors."""
     from .hopper_outer import hopper_outer_kernel
 
     (a, gather_left), (b, gather_right) = left, right
-    if not _fit(a, b, out):
+    if not _can_describe(a, b, out):
         return False
     num_experts, height, width = out.shape
     args = (
         *(a, None if gather_left else _describe(a, _BK, _BM), a.stride(0)),
         *(b, None if gather_right else _describe(b, _BK, _BN), b.stride(0)),
-        *(run.call.token_ids, run.call.expert_offsets, _describe(out, 1, _BM, 64), height, width, num_experts),
+        *(
+            kernel_call.call.token_ids,
+            kernel_call.call.expert_offsets,
+            _describe(out, 1, _BM, 64),
+            height,
+            width,
+            num_experts,
+        ),
     )
     constants = dict(GATHER_LEFT=gather_left, GATHER_RIGHT=gather_right)
     num_tiles = num_experts * cdiv(height, _BM) * cdiv(width, _BN)
-    _launch(run, hopper_outer_kernel, num_tiles, args, constants, tiles)
+    _launch(kernel_call, hopper_outer_kernel, num_tiles, args, constants, tiles)
     return True
 
 
 def _launch(
-    run: KernelCall,
+    kernel_call: KernelCall,
     kernel: Any,
     num_tiles: int,
     args: Sequence[Any],
@@ -170,14 +181,14 @@ def _launch(
     **extra: int,
 ) -> None:
     constants |= dict(BM=_BM, BN=bn, BK=_BK, STAGES=tiles.stages, GROUP=tiles.group, **extra)
-    launch(kernel, run.grid(tiles, num_tiles), args, constants, warps=_WARPS)
+    launch(kernel, kernel_call.grid(tiles, num_tiles), args, constants, warps=_WARPS)
 
 
-def _point_warps(tiles: Config) -> int:
+def _count_pointwise_warps(tiles: Config) -> int:
     return 4 if tiles.bn == _BN else 8
 
 
-def _fit(*tensors: Tensor) -> bool:
+def _can_describe(*tensors: Tensor) -> bool:
     """Return whether TMA can describe the tensors: 16 bit, rows of a multiple of 8 elements, each row aligned."""
     return all(t.dtype in _TYPES and t.shape[-1] % 8 == 0 and is_describable(t) for t in tensors)
 
@@ -186,7 +197,7 @@ def _describe_weights(weights: Sequence[Weights], *, backward: bool, columns: in
     """Tensor descriptors of the weights for boxes of `columns` columns, or None if TMA cannot describe them."""
     descriptors = []
     for w in weights:
-        if w.addresses is not None or not _fit(w.tensor):
+        if w.addresses is not None or not _can_describe(w.tensor):
             return None
         block = (columns, _BK) if w.columns_first(backward=backward) else (_BK, columns)
         descriptors.append(_describe(w.tensor, 1, *block))

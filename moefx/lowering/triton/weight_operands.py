@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...ir.op_providers import count_weight_path
 from ...ir.ops.expert_gemms import is_stacked
-from ..torch.weight_lists import stack_weights, strided_view
+from ..torch.weight_lists import make_strided_view, stack_weights
 from .launch_replay import apply, mark_constant
 
 
@@ -45,7 +45,7 @@ class Weights:
         """
         out_dim, first = 0 if transposed else 1, groups[0][0]
         if all(p.dtype is dtype for group in groups for p in group):
-            stacked = all(is_stacked(group, 2) or strided_view(group) is not None for group in groups)
+            stacked = all(is_stacked(group, 2) or make_strided_view(group) is not None for group in groups)
             if stacked:
                 weights = [Weights(stack_weights(group, dtype), out_dim) for group in groups]
                 if all(w.tensor.stride() == weights[0].tensor.stride() for w in weights):
@@ -158,5 +158,5 @@ def stack_biases(biases: Sequence[Tensor] | None) -> Tensor | None:
         return None
     if is_stacked(biases, 1):
         return biases[0]
-    view = strided_view(biases)
+    view = make_strided_view(biases)
     return apply(lambda *b: torch.stack(b), *biases) if view is None else view

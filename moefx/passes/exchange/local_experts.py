@@ -61,7 +61,7 @@ def read_local_parts(graph: fx.Graph, stacked: Collection[str], placement: Place
 
 
 def _select_parameters(node: fx.Node, placement: Placement) -> None:
-    """Replace the parameters of all experts by those of this rank's experts, in their order on it."""
+    """Replace the parameters of all experts by the local experts' parameters, in the order of local ids."""
     if node.target is ops.expert_mlp.default:
         body = ExpertBody.from_json(get_argument(node, "body"))
         biased = [g for g in body.up if g.bias]
@@ -76,7 +76,7 @@ def _select_parameters(node: fx.Node, placement: Placement) -> None:
 
 
 def _select_all(node: fx.Node, name: str, placement: Placement) -> None:
-    """Select this rank's parameters from an argument that holds those of one group."""
+    """Select the local experts' parameters from an argument that holds one group."""
     parameters = get_argument(node, name)
     set_argument(node, name, _select(parameters, [len(parameters)], placement))
 
@@ -112,7 +112,7 @@ def _shorten_stacks(node: fx.Node, placement: Placement) -> None:
 
 
 def _mark_as_received(node: fx.Node) -> None:
-    """Drop the node's value, whose shape is that of this rank's rows, and rename letters S and s to R."""
+    """Drop the node's value, which has the shape of this rank's own rows, and rename letters S and s to R."""
     node.meta.pop("val", None)
     letters = node.meta.get("letters")
     if isinstance(letters, tuple) and all(isinstance(a, str) for a in letters):

@@ -29,16 +29,16 @@ class AlignedNodes(tuple):
         return hash(self[0])
 
 
-def leaf_nodes(tree: Any) -> list[fx.Node]:
+def list_leaf_nodes(tree: Any) -> list[fx.Node]:
     return [n for n in pytree.tree_leaves(tree) if isinstance(n, fx.Node)]
 
 
-def op_kind(n: fx.Node) -> str:
+def name_op_kind(n: fx.Node) -> str:
     """Return the op's name, one for all views: whether a reshape is a view depends on strides, and so on sizes."""
     return "reshape" if str(n.target) in _VIEWS else str(n.target)
 
 
-def routing_dependence(node: fx.Node, other: fx.Node) -> Refused:
+def build_routing_refusal(node: fx.Node, other: fx.Node) -> Refused:
     """Build the refusal of a step that differs between captures."""
     if other.op == "get_attr" or node.op == "get_attr":
         state, written = (node, other) if node.op == "get_attr" else (other, node)
@@ -59,7 +59,7 @@ def routing_dependence(node: fx.Node, other: fx.Node) -> Refused:
     )
 
 
-def branch_dependence(branch: Source, buffers: Sequence[str]) -> Refused:
+def build_branch_refusal(branch: Source, buffers: Sequence[str]) -> Refused:
     """Build the refusal of a step that depends on a branch of Python.
 
     Args:

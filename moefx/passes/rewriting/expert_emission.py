@@ -34,7 +34,7 @@ class BodyValue:
 
     node: Any
     kind: str
-    rank: int
+    num_axes: int
 
 
 class ExpertBodyEmitter:
@@ -42,28 +42,29 @@ class ExpertBodyEmitter:
 
     Args:
         pft: the results of `build_pft`.
-        weights: [S,K] for each scalar value of the body. The PFT holds the one numbered `first`.
+        weights: [S,K] for each scalar value of the body, by its number.
+        pft_value: the number of the value that the PFT holds in row order.
     """
 
     def __init__(
         self,
-        emit: OpEmitter,
+        emitter: OpEmitter,
         match: Match,
         group: ProvenGroup,
         pft: list[fx.Node],
         weights: dict[int, fx.Node],
-        first: int | None,
+        pft_value: int | None,
     ):
-        self.emit, self.match, self.group, self.weights, self.first = emit, match, group, weights, first
+        self.emitter, self.match, self.group, self.weights, self.pft_value = emitter, match, group, weights, pft_value
         self.token_ids, self.slot_ids, self.offsets, self.inverse, self.combine_weights = pft
-        self.parameters = ExpertWeights(emit, match.block)
-        self.done: dict[Body, BodyValue] = {}
+        self.parameters = ExpertWeights(emitter, match.block)
+        self.emitted_values: dict[Body, BodyValue] = {}
         self.source = str(match.forms[0].cut.meta["source"])  # of refusals
-        self.number: int | None = None  # the expert whose parameters are computed with, if a single one
+        self.expert_number: int | None = None  # the expert whose values are emitted, if only one's
 
     def call(self, target: Any, args: tuple, kwargs: dict[str, Any] | None = None, **described: Any) -> fx.Node:
         """Emit an op. Its result has routed rows (letter B) if an operand has the same number of them."""
-        node = self.emit.call(target, args, kwargs, **described)
+        node = self.emitter.call(target, args, kwargs, **described)
         val = node.meta["val"]
         if isinstance(val, torch.Tensor) and val.dim() and "letters" not in node.meta:
             operands = [a for a in node.all_input_nodes if a.meta.get("letters", ("",))[:1] == ("B",)]
@@ -71,29 +72,36 @@ class ExpertBodyEmitter:
                 node.meta["letters"] = ("B", *map(str, val.shape[1:]))
         return node
 
-    def emit_value(self, b: Body) -> BodyValue:
-        if b not in self.done:
-            by_expert = self.number is None and is_weight(b) and b.op != "expert" and not self._reads_stacks_only(b)
-            self.done[b] = self._emit_per_expert(b) if by_expert else self._emit_body(b)
-        return self.done[b]
+    def emit_value(self, term: Body) -> BodyValue:
+        if term not in self.emitted_values:
+            by_expert = (
+                self.expert_number is None
+                and is_weight(term)
+                and term.op != "expert"
+                and not self._reads_stacks_only(term)
+            )
+            self.emitted_values[term] = self._emit_per_expert(term) if by_expert else self._emit_body(term)
+        return self.emitted_values[term]
 
-    def _reads_stacks_only(self, b: Body) -> bool:
+    def _reads_stacks_only(self, term: Body) -> bool:
         """Return whether a value of parameters can be computed for all experts at once, from stacked parameters."""
-        tables = [self.group.tables[leaf.args[0]] for leaf in walk_body(b) if leaf.op == "expert"]
-        return all(map(self.parameters.are_stacked, tables)) and not any(inner.op == "call" for inner in walk_body(b))
+        tables = [self.group.tables[leaf.args[0]] for leaf in walk_body(term) if leaf.op == "expert"]
+        return all(map(self.parameters.are_stacked, tables)) and not any(
+            inner.op == "call" for inner in walk_body(term)
+        )
 
-    def _emit_per_expert(self, b: Body) -> BodyValue:
+    def _emit_per_expert(self, term: Body) -> BodyValue:
         """Emit a value of parameters expert by expert. The printer shows these steps once."""
-        graph, count = self.emit.residual.graph, len(self.group.ids)
+        graph, count = self.emitter.residual.graph, len(self.group.ids)
         first, nodes = len(graph.nodes), []
         for number in range(count):
             before = len(graph.nodes)
             emitter = copy.copy(self)
-            emitter.number, emitter.done = number, {}
-            nodes.append(emitter.emit_value(b).node)
+            emitter.expert_number, emitter.emitted_values = number, {}
+            nodes.append(emitter.emit_value(term).node)
             for step, node in enumerate(list(graph.nodes)[before:]):
                 node.meta["each"] = (f"{first}.{step}", number, count)
-        return BodyValue(nodes, "expert", len(b.shape))
+        return BodyValue(nodes, "expert", len(term.shape))
 
     def _emit_body(self, term: Body) -> BodyValue:
         match term.op:
@@ -101,8 +109,8 @@ class ExpertBodyEmitter:
                 return BodyValue(term.args[0], "fixed", 0)
             case "shared":
                 return BodyValue(self.parameters.emit_one(term.args[0]), "fixed", len(term.shape))
-            case "expert" if self.number is not None:
-                part = self.group.tables[term.args[0]][self.number]
+            case "expert" if self.expert_number is not None:
+                part = self.group.tables[term.args[0]][self.expert_number]
                 return BodyValue(self.parameters.emit_one(part), "fixed", len(term.shape))
             case "expert":
                 return BodyValue(self.parameters.emit_all(self.group.tables[term.args[0]]), "expert", len(term.shape))
@@ -152,22 +160,22 @@ class ExpertBodyEmitter:
                 raise Refused(f"the experts use {term.op} in a way that is not supported on rows", source=self.source)
         return BodyValue(node, inner.kind, len(term.shape))
 
-    def _emit_recorded_op(self, b: Body) -> fx.Node:
-        target, args, kwargs, part, *operands = b.args
+    def _emit_recorded_op(self, term: Body) -> fx.Node:
+        target, args, kwargs, part, *operands = term.args
         nodes = [self.emit_value(a) for a in operands]
         if any(v.kind != "fixed" for v in nodes):
             raise Refused(f"the experts use {target} in a way that is not supported on rows", source=self.source)
 
-        def filled(a: Any) -> Any:
+        def substitute(a: Any) -> Any:
             if isinstance(a, Operand):
                 return nodes[a.number].node
-            return [filled(x) for x in a] if isinstance(a, tuple) else a
+            return [substitute(x) for x in a] if isinstance(a, tuple) else a
 
-        node = self.call(target, tuple(map(filled, args)), {k: filled(v) for k, v in kwargs})
+        node = self.call(target, tuple(map(substitute, args)), {k: substitute(v) for k, v in kwargs})
         return node if part is None else self.call(operator.getitem, (node, part))
 
-    def _emit_row_op(self, b: Body, inner: BodyValue) -> fx.Node:
-        name, dims, _, static, _ = b.args
+    def _emit_row_op(self, term: Body, inner: BodyValue) -> fx.Node:
+        name, dims, _, static, _ = term.args
         x = inner.node
         match name:
             case "softmax" | "log_softmax":
@@ -196,17 +204,17 @@ class ExpertBodyEmitter:
                 return self.call(overload, (x, dims[0]))
         raise Refused(f"the experts use {name}, which is not supported on rows", source=self.source)
 
-    def _emit_routed_value(self, b: Body) -> BodyValue:
-        i = b.args[0]
+    def _emit_routed_value(self, term: Body) -> BodyValue:
+        i = term.args[0]
         ref = self.group.values[i][0]
-        if math.prod(b.shape) == 1:
-            if i == self.first:
-                return BodyValue(self.emit.reshape(self.combine_weights, (-1,)), "row", 0)
+        if math.prod(term.shape) == 1:
+            if i == self.pft_value:
+                return BodyValue(self.emitter.reshape(self.combine_weights, (-1,)), "row", 0)
             row_weights = self._pick_slots(self.weights[i], ("B",))
             return BodyValue(row_weights, "row", 0)
-        (node, axes), shape = self.emit.for_tokens(ref, self.match), b.shape
+        (node, axes), shape = self.emitter.expand_to_tokens(ref, self.match), term.shape
         if set(axes) <= {"t"}:
-            flat = self.emit.reshape(node, (-1, math.prod(shape)))
+            flat = self.emitter.reshape(node, (-1, math.prod(shape)))
             rows = self.call(
                 ops.dispatch.default, (flat, self.token_ids, self.offsets, self.inverse), letters=("B", "D")
             )
@@ -214,9 +222,9 @@ class ExpertBodyEmitter:
             axes = tuple(a for j, a in enumerate(axes) if a != "t" or "t" not in axes[:j])
             K, width = self.match.slots, math.prod(shape)
             if axes in (("t", "k"), ("tk",)):
-                by_slot = self.emit.reshape(node, (-1, K, width))
+                by_slot = self.emitter.reshape(node, (-1, K, width))
             elif axes in (("k", "t"), ("kt",)):
-                by_slot = self.call(aten.transpose.int, (self.emit.reshape(node, (K, -1, width)), 0, 1))
+                by_slot = self.call(aten.transpose.int, (self.emitter.reshape(node, (K, -1, width)), 0, 1))
             else:
                 raise Refused(
                     "the experts' input is computed per token and expert", source=str(ref.node.meta["source"])
@@ -234,10 +242,10 @@ class ExpertBodyEmitter:
     def _stack(self, v: BodyValue) -> BodyValue:
         """Stack E separate tensors for an op that needs them together, which copies them at each call."""
         if isinstance(v.node, list):
-            return BodyValue(self.call(aten.stack.default, (v.node,)), v.kind, v.rank)
+            return BodyValue(self.call(aten.stack.default, (v.node,)), v.kind, v.num_axes)
         return v
 
-    def _as_rows(self, v: BodyValue, rank: int) -> fx.Node:
+    def _as_rows(self, v: BodyValue, num_axes: int) -> fx.Node:
         """Emit a value with one leading row axis and `rank` more."""
         if isinstance(v.node, (int, float)):
             raise Refused(
@@ -246,7 +254,7 @@ class ExpertBodyEmitter:
             )
         if v.kind == "expert":
             nodes = v.node if isinstance(v.node, list) else [v.node]
-            if v.rank != 1:
+            if v.num_axes != 1:
                 flat = self._stack(v).node
                 shape = flat.meta["val"].shape[1:]
                 nodes = [self.call(aten.reshape.default, (flat, [-1, math.prod(shape)]))]  # of any number of experts
@@ -258,16 +266,16 @@ class ExpertBodyEmitter:
             )
             node = self.call(ops.expert_rows.default, (nodes, self.offsets, total))
             node.meta["letters"] = ("B", *map(str, node.meta["val"].shape[1:]))
-            if v.rank != 1:
+            if v.num_axes != 1:
                 node = self.call(aten.reshape.default, (node, [-1, *shape]))
         else:
             node = v.node
-        for _ in range(rank - v.rank):
+        for _ in range(num_axes - v.num_axes):
             node = self.call(aten.unsqueeze.default, (node, 1))
         return node
 
-    def _emit_pointwise(self, b: Body) -> BodyValue:
-        name, kwargs, *items = b.args
+    def _emit_pointwise(self, term: Body) -> BodyValue:
+        name, kwargs, *items = term.args
         values = [self.emit_value(a) if isinstance(a, Body) else a for a in items]
         bodies = [v for v in values if isinstance(v, BodyValue)]
         kind = (
@@ -279,8 +287,8 @@ class ExpertBodyEmitter:
         )
         if name in ("cast", "detach") and kind == "expert" and isinstance(bodies[0].node, list):
             nodes = [self._apply(name, [n], dict(kwargs)) for n in bodies[0].node]
-            return BodyValue(nodes, "expert", bodies[0].rank)
-        rank = max(v.rank for v in bodies)
+            return BodyValue(nodes, "expert", bodies[0].num_axes)
+        num_axes = max(v.num_axes for v in bodies)
         args: list[Any] = []
         for v in values:
             if not isinstance(v, BodyValue):
@@ -288,13 +296,13 @@ class ExpertBodyEmitter:
             elif v.kind == "fixed":
                 args.append(v.node)
             elif kind == "row":
-                args.append(self._as_rows(v, rank))
+                args.append(self._as_rows(v, num_axes))
             else:
                 node = self._stack(v).node
-                for _ in range(rank - v.rank):
+                for _ in range(num_axes - v.num_axes):
                     node = self.call(aten.unsqueeze.default, (node, 1))
                 args.append(node)
-        return BodyValue(self._apply(name, args, dict(kwargs)), kind, rank)
+        return BodyValue(self._apply(name, args, dict(kwargs)), kind, num_axes)
 
     def _apply(self, name: str, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
         match name:
@@ -331,8 +339,8 @@ class ExpertBodyEmitter:
         ]
         return self.call(op, tuple(args), kwargs)
 
-    def _emit_contraction(self, b: Body) -> BodyValue:
-        inputs, output, *operands = b.args
+    def _emit_contraction(self, term: Body) -> BodyValue:
+        inputs, output, *operands = term.args
         values = [self.emit_value(a) for a in operands]
         if len(values) > 2:
             raise Refused(f"a product of {len(values)} tensors inside the experts is not supported", source=self.source)
@@ -342,8 +350,8 @@ class ExpertBodyEmitter:
             len(values) == 2
             and values[0].kind == "row"
             and values[1].kind == "expert"
-            and values[0].rank == 1
-            and values[1].rank == 2
+            and values[0].num_axes == 1
+            and values[1].num_axes == 2
         ):
             rows, weights = values
             label = inputs[0]
@@ -352,7 +360,7 @@ class ExpertBodyEmitter:
             out = self.call(ops.grouped_mm.default, (rows.node, nodes, self.offsets), {"transposed": transposed})
             return BodyValue(out, "row", 1)
         if any(v.kind == "row" for v in values):
-            args = [self._as_rows(v, v.rank) if v.kind != "fixed" else v.node for v in values]
+            args = [self._as_rows(v, v.num_axes) if v.kind != "fixed" else v.node for v in values]
             labels = [("Z" if v.kind != "fixed" else "") + s for v, s in zip(values, inputs, strict=True)]
             return BodyValue(
                 self.call(aten.einsum.default, (",".join(labels) + "->Z" + output, args)), "row", len(output)

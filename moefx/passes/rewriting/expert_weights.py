@@ -16,41 +16,41 @@ aten = torch.ops.aten
 class ExpertWeights:
     """Emits the used parts of parameters: of one parameter, or of all experts of a group."""
 
-    def __init__(self, emit: OpEmitter, block: nn.Module):
-        self.emit, self.block = emit, block
+    def __init__(self, emitter: OpEmitter, block: nn.Module):
+        self.emitter, self.block = emitter, block
 
     def emit_one(self, part: ParameterSlice) -> fx.Node:
         return self._apply_steps(self._emit_parameter(part.fqn), part.steps, 0)
 
     def _emit_parameter(self, fqn: str) -> fx.Node:
         parameter = get_tensor(self.block, fqn)
-        node = self.emit.residual.graph.get_attr(fqn)
-        with self.emit.residual.fake_mode:
+        node = self.emitter.residual.graph.get_attr(fqn)
+        with self.emitter.residual.fake_mode:
             node.meta["val"] = torch.empty(parameter.shape, dtype=parameter.dtype)
         return node
 
     def _apply_steps(self, node: fx.Node, steps: tuple[tuple, ...], offset: int) -> fx.Node:
-        """Apply the view steps of a slice to one parameter (`off=0`) or to a stack of parameters (`off=1`)."""
+        """Apply the view steps of a slice to one parameter (`offset=0`) or to a stack of parameters (`offset=1`)."""
         for op, *arguments in steps:
             shape: Any = arguments[0] if arguments else ()
             if op in ("at", "squeeze"):
                 for axis, i in sorted(arguments[1], reverse=True):
-                    node = self.emit.call(aten.select.int, (node, axis + offset, i))
+                    node = self.emitter.call(aten.select.int, (node, axis + offset, i))
             elif op == "slice":
                 _, dim, start, stop, step = arguments
-                node = self.emit.call(aten.slice.Tensor, (node, dim + offset, start, stop, step))
+                node = self.emitter.call(aten.slice.Tensor, (node, dim + offset, start, stop, step))
             elif op == "reshape":
-                node = self.emit.call(aten.reshape.default, (node, [*[-1] * offset, *shape]))
+                node = self.emitter.call(aten.reshape.default, (node, [*[-1] * offset, *shape]))
             elif op == "permute":
-                node = self.emit.call(
+                node = self.emitter.call(
                     aten.permute.default, (node, [*range(offset), *[d + offset for d in arguments[1]]])
                 )
             elif op == "expand":
-                node = self.emit.call(aten.expand.default, (node, [*[-1] * offset, *shape]))
+                node = self.emitter.call(aten.expand.default, (node, [*[-1] * offset, *shape]))
             elif op == "cast":
-                node = self.emit.call(aten._to_copy.default, (node,), {"dtype": getattr(torch, shape)})
+                node = self.emitter.call(aten._to_copy.default, (node,), {"dtype": getattr(torch, shape)})
             elif op == "detach":
-                node = self.emit.call(aten.detach.default, (node,))
+                node = self.emitter.call(aten.detach.default, (node,))
         return node
 
     def are_stacked(self, parts: list[ParameterSlice]) -> bool:
@@ -58,7 +58,7 @@ class ExpertWeights:
         return len({p.fqn for p in parts}) == 1
 
     def emit_all(self, parts: list[ParameterSlice]) -> fx.Node | list[fx.Node]:
-        """Emit the parameters of all experts of a group: a stacked tensor if the user has one, else E nodes."""
+        """Emit the parameters of all experts of a group: a stacked tensor if the user has one, otherwise E nodes."""
         stack = self._emit_stack(parts)
         return stack if stack is not None else [self.emit_one(p) for p in parts]
 
@@ -79,20 +79,20 @@ class ExpertWeights:
             if [a for a, _ in numbers] != [axis] * len(parts) or len(other_indices) != 1:
                 return None
             order = [i for _, i in numbers]
-            node = before if axis == 0 else self.emit.call(aten.movedim.int, (before, axis, 0))
+            node = before if axis == 0 else self.emitter.call(aten.movedim.int, (before, axis, 0))
             if order == list(range(order[0], order[0] + len(order))):
                 node = self._slice(node, 0, order[0], len(order))
             else:
-                index = self.emit.call(
+                index = self.emitter.call(
                     torch.tensor,
                     (order,),
-                    {"device": self.emit.residual.input_device()},
+                    {"device": self.emitter.residual.emit_input_device()},
                     fake=torch.int64,
                     shape=(len(order),),
                 )
-                node = self.emit.call(aten.index_select.default, (node, 0, index))
+                node = self.emitter.call(aten.index_select.default, (node, 0, index))
             for a, i in sorted(other_indices.pop(), reverse=True):
-                node = self.emit.call(aten.select.int, (node, a + (1 if a < axis else 0), i))
+                node = self.emitter.call(aten.select.int, (node, a + (1 if a < axis else 0), i))
         elif op == "slice":
             _, dim, start, stop, step = arguments
             starts = [p.steps[k][3] for p in parts]
@@ -114,11 +114,11 @@ class ExpertWeights:
         even = starts == [starts[0] + i * spacing for i in range(len(starts))]
         if not even or size[dim] % spacing or begin + width > spacing:
             return None
-        node = self.emit.call(aten.reshape.default, (node, [*size[:dim], -1, spacing, *size[dim + 1 :]]))
+        node = self.emitter.call(aten.reshape.default, (node, [*size[:dim], -1, spacing, *size[dim + 1 :]]))
         node = self._slice(self._slice(node, dim, first, len(starts)), dim + 1, begin, width)
-        return node if dim == 0 else self.emit.call(aten.movedim.int, (node, dim, 0))
+        return node if dim == 0 else self.emitter.call(aten.movedim.int, (node, dim, 0))
 
     def _slice(self, node: fx.Node, dim: int, start: int, length: int) -> fx.Node:
         if length == node.meta["val"].shape[dim]:
             return node
-        return self.emit.call(aten.slice.Tensor, (node, dim, start, start + length))
+        return self.emitter.call(aten.slice.Tensor, (node, dim, start, start + length))

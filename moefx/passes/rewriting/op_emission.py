@@ -65,12 +65,12 @@ class OpEmitter:
         val = node.meta["val"]
         if val.dim() == len(shape) and all(a in (-1, b) for a, b in zip(shape, val.shape, strict=True)):
             return node
-        letters = ("S", *map(self.residual.letter, [[n] for n in shape[1:]])) if shape[0] == -1 else None
+        letters = ("S", *map(self.residual.get_letter, [[n] for n in shape[1:]])) if shape[0] == -1 else None
         return self.call(aten.reshape.default, (node, list(shape)), letters=letters)
 
-    def for_tokens(self, ref: NodeRef, match: Match) -> tuple[fx.Node, tuple[str, ...]]:
+    def expand_to_tokens(self, ref: NodeRef, match: Match) -> tuple[fx.Node, tuple[str, ...]]:
         """Return a residual value and its axes. A value per sequence is repeated for the tokens of the sequence."""
-        node, axes = self.residual.node(ref.node), ref.axes
+        node, axes = self.residual.get_node(ref.node), ref.axes
         if "s" not in axes:
             return node, axes
         lengths = [math.prod(form.tokens) // count_sequences(form.capture, form.tokens) for form in match.forms]
@@ -81,15 +81,15 @@ class OpEmitter:
         return self.reshape(node, (-1, *inner_shape)), ("t", *axes[1:])
 
     def _evaluate(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        args, kwargs = map_arg((args, kwargs), lambda n: n.meta["val"] if "val" in n.meta else self._number(n))
+        args, kwargs = map_arg((args, kwargs), lambda n: n.meta["val"] if "val" in n.meta else self._evaluate_size(n))
         with self.residual.fake_mode, torch.no_grad():
             return target(*args, **kwargs)
 
-    def _number(self, n: fx.Node) -> Any:
+    def _evaluate_size(self, n: fx.Node) -> Any:
         """Return the value of a size node in the first capture."""
         if n.target is aten.sym_size.int:
             return n.args[0].meta["val"].shape[n.args[1]]  # type: ignore[union-attr, index]
         if n.target is getattr:
             return torch.device("cpu")
-        args = [self._number(a) if isinstance(a, fx.Node) else a for a in n.args]
+        args = [self._evaluate_size(a) if isinstance(a, fx.Node) else a for a in n.args]
         return n.target(*args)  # type: ignore[operator]

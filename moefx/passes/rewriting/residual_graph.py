@@ -26,7 +26,7 @@ from ...matching.results.capacity_formulas import find_formula
 from ...matching.results.match_result import Match
 from ...matching.results.size_samples import SizeSamples
 from ...util.tensor_trees import is_float
-from .aligned_nodes import AlignedNodes, leaf_nodes
+from .aligned_nodes import AlignedNodes, list_leaf_nodes
 from .residual_walk import LOOP_OVER_STEPS, ResidualWalk
 from .scalar_reads import ARITHMETIC, RuntimeScalar, ScalarReads
 from .size_expressions import ArgumentPath, SizeExpressions
@@ -70,7 +70,7 @@ class ResidualGraph:
                 next(n for n in c.nodes if n.op == "placeholder" and n.meta["position"] == position)
                 for c in self.captures
             )
-            node.meta.update(self.describe(aligned))
+            node.meta.update(self.build_meta(aligned))
             self.new_nodes[aligned.first] = node
 
     def add_objects(self, names: Mapping[int, str]) -> None:
@@ -87,7 +87,7 @@ class ResidualGraph:
             elif item.first not in self.new_nodes:
                 self.new_nodes[item.first] = self._emit_node(item)
 
-    def node(self, n: fx.Node) -> fx.Node:
+    def get_node(self, n: fx.Node) -> fx.Node:
         return self.new_nodes[n]
 
     def _emit_node(self, aligned: AlignedNodes) -> fx.Node:
@@ -101,9 +101,9 @@ class ResidualGraph:
                     remedy="run the same operations in every call, and choose between their results by torch.where",
                 )
             if n.meta["kind"] == "constant":
-                return self._literal(aligned)
+                return self._emit_literal(aligned)
             out = self.graph.get_attr(n.meta["fqn"])
-            out.meta.update(self.describe(aligned))
+            out.meta.update(self.build_meta(aligned))
             return out
         line = str(n.meta["source"])
         if "sparse" in get_op_name(n):
@@ -116,34 +116,34 @@ class ResidualGraph:
         scalar = self.reads.find([t.args[1] for t in aligned]) if n.target in ARITHMETIC else None
         source: Any = n.args[0] if n.args else None
         if scalar is not None and is_float(source.meta["val"]):
-            return self._with_number(aligned, scalar)
-        args = self.zip_value([t.args for t in aligned], line, (aligned, "args"))
-        kwargs = self.zip_value([dict(t.kwargs) for t in aligned], line, (aligned, "kwargs"))
+            return self._emit_with_scalar(aligned, scalar)
+        args = self.merge_values([t.args for t in aligned], line, (aligned, "args"))
+        kwargs = self.merge_values([dict(t.kwargs) for t in aligned], line, (aligned, "kwargs"))
         kwargs.pop("pin_memory", None)
         kwargs.pop("layout", None)
         if kwargs.get("device") is not None:
-            kwargs["device"] = self.input_device()
+            kwargs["device"] = self.emit_input_device()
         if "device" in kwargs and kwargs["device"] is None:
             kwargs.pop("device")
         if not n.all_input_nodes and "device" not in kwargs and _makes_tensor(n):
-            kwargs["device"] = self.input_device()
+            kwargs["device"] = self.emit_input_device()
         target = n.target if len({str(t.target) for t in aligned}) == 1 else aten.reshape.default
         val = n.meta.get("val")
-        out = self.call(target, args, kwargs, self.describe(aligned))
+        out = self.call(target, args, kwargs, self.build_meta(aligned))
         if isinstance(val, FakeTensor) and n.all_input_nodes:
-            self._under_autocast(out, n.meta["autocast"])
+            self._mark_autocast(out, n.meta["autocast"])
         if not n.meta["grad"] and isinstance(val, FakeTensor) and n.all_input_nodes:
-            out = self.call(aten.detach.default, (out,), {}, self.describe(aligned))
+            out = self.call(aten.detach.default, (out,), {}, self.build_meta(aligned))
         return out
 
-    def _with_number(self, aligned: AlignedNodes, scalar: RuntimeScalar) -> fx.Node:
+    def _emit_with_scalar(self, aligned: AlignedNodes, scalar: RuntimeScalar) -> fx.Node:
         """Emit an op such as `x * c` whose number Python read from a tensor: use the tensor, without its gradient.
 
         In half precision the op runs in float32, as torch's ops with numbers do.
         """
         n = aligned.first
         source: Any = n.args[0]
-        x, meta, dtype = self.new_nodes[source], self.describe(aligned), n.meta["val"].dtype
+        x, meta, dtype = self.new_nodes[source], self.build_meta(aligned), n.meta["val"].dtype
         number = self.call(aten.detach.default, (self.new_nodes[scalar.aligned.first],), {}, {})
         number = self.call(aten._to_copy.default, (number,), {"dtype": torch.float64}, {})
         number = self.call(aten.reshape.default, (number, []), {}, {})
@@ -157,7 +157,7 @@ class ResidualGraph:
             out = self.call(aten._to_copy.default, (out,), {"dtype": dtype}, meta)
         return out if n.meta["grad"] else self.call(aten.detach.default, (out,), {}, meta)
 
-    def _literal(self, aligned: AlignedNodes) -> fx.Node:
+    def _emit_literal(self, aligned: AlignedNodes) -> fx.Node:
         values = [c.constants[t.meta["fqn"]] for c, t in zip(self.captures, aligned, strict=True)]
         value = values[0]
         if (counts := self._emit_load(aligned, values)) is not None:
@@ -177,8 +177,10 @@ class ResidualGraph:
                 source=str(source),
                 remedy="compute with the numbers themselves, as in weights / x.shape[0], or make the tensor of tensors",
             )
-        meta = self.describe(aligned)
-        return self.call(torch.tensor, (value.tolist(),), {"dtype": value.dtype, "device": self.input_device()}, meta)
+        meta = self.build_meta(aligned)
+        return self.call(
+            torch.tensor, (value.tolist(),), {"dtype": value.dtype, "device": self.emit_input_device()}, meta
+        )
 
     def _emit_size(self, aligned: AlignedNodes, values: list[torch.Tensor]) -> fx.Node | None:
         """Emit a tensor of a size or a number computed from sizes: `torch.tensor(x.shape[0])`. None if it is none."""
@@ -187,8 +189,8 @@ class ResidualGraph:
         points = [(sizes, int(v)) for sizes, v in zip(self.match.sizes, values, strict=True)]
         if (formula := find_formula(points, self.match.expressions, try_linear=False)) is None:
             return None
-        kwargs = {"dtype": values[0].dtype, "device": self.input_device()}
-        return self.call(aten.full.default, ([], self.sizes.emit_formula(formula)), kwargs, self.describe(aligned))
+        kwargs = {"dtype": values[0].dtype, "device": self.emit_input_device()}
+        return self.call(aten.full.default, ([], self.sizes.emit_formula(formula)), kwargs, self.build_meta(aligned))
 
     def _emit_load(self, aligned: AlignedNodes, values: list[torch.Tensor]) -> fx.Node | None:
         """Emit the number of tokens of each expert, which Python counted: `tensor([len(rows) for rows in ...])`. None
@@ -205,31 +207,31 @@ class ResidualGraph:
         with self.fake_mode:
             range_meta = {"val": torch.empty(E, dtype=torch.int64)}
         ids = self.call(aten.reshape.default, (self.new_nodes[index.node], [-1, 1]), {}, {})
-        numbers = self.call(aten.arange.default, (E,), {"device": self.input_device()}, range_meta)
+        numbers = self.call(aten.arange.default, (E,), {"device": self.emit_input_device()}, range_meta)
         hits = self.call(aten.eq.Tensor, (ids, numbers), {}, {})
         counts = self.call(aten.sum.dim_IntList, (hits, [0]), {}, {})
-        return self.call(aten._to_copy.default, (counts,), {"dtype": values[0].dtype}, self.describe(aligned))
+        return self.call(aten._to_copy.default, (counts,), {"dtype": values[0].dtype}, self.build_meta(aligned))
 
     def _emit_call(self, call: list[SubmoduleCall]) -> None:
         first = call[0]
         description = f"module {first.fqn}"
-        args = self.zip_value([c.args for c in call], description)
-        kwargs = self.zip_value([c.kwargs for c in call], description)
+        args = self.merge_values([c.args for c in call], description)
+        kwargs = self.merge_values([c.kwargs for c in call], description)
         node = self.graph.call_module(first.fqn, tuple(args), kwargs)
-        self._under_autocast(node, first.autocast)
+        self._mark_autocast(node, first.autocast)
         if any(is_skipped(n) for n in self.captures[0].nodes[first.start : first.stop]):
             self._emit_checked(call, node)
             return
-        leaves = [leaf_nodes(c.out) for c in call]
+        leaves = [list_leaf_nodes(c.out) for c in call]
         if isinstance(first.out, fx.Node):
             aligned = AlignedNodes(column[0] for column in leaves)
-            node.meta.update(self.describe(aligned))
+            node.meta.update(self.build_meta(aligned))
             self._bind_call(aligned, node)
             return
         node.meta["source"] = ""
         for path, leaf in list_leaf_paths(first.out):
             aligned = AlignedNodes(get_at_path(c.out, path) for c in call)
-            if leaf not in self.walk.call_of or self.walk.call_of[leaf] is not call:
+            if leaf not in self.walk.call_by_result or self.walk.call_by_result[leaf] is not call:
                 continue
             part = node
             for key in path:
@@ -237,7 +239,7 @@ class ResidualGraph:
                     part = self.call(getattr, (part, key[1:]), {}, {})
                 else:
                     part = self.call(operator.getitem, (part, key), {}, {})
-            part.meta.update(self.describe(aligned))
+            part.meta.update(self.build_meta(aligned))
             self._bind_call(aligned, part)
 
     def _emit_checked(self, call: list[SubmoduleCall], node: fx.Node) -> None:
@@ -268,17 +270,17 @@ class ResidualGraph:
                 continue
             rule, aligned = next(remaining_rules), AlignedNodes(column)
             template = self.new_nodes[inputs[rule.template]]
-            part = self.call(check_tensor, (part, template, rule.dtype, first.fqn), {}, self.describe(aligned))
+            part = self.call(check_tensor, (part, template, rule.dtype, first.fqn), {}, self.build_meta(aligned))
             self._bind_call(aligned, part)
 
-    def _object(self, values: Sequence[Any], line: str) -> fx.Node:
+    def _find_object(self, values: Sequence[Any], line: str) -> fx.Node:
         """Return the node of an object from the block's arguments or from a submodule's result."""
         nodes = {self.objects.get(id(v)) for v in values}
         if (node := nodes.pop()) is None or nodes:
             raise Refused(f"which object is passed on depends on the routing: {get_name(values[0])}", source=line)
         return node
 
-    def _under_autocast(self, node: fx.Node, dtype: torch.dtype | None) -> None:
+    def _mark_autocast(self, node: fx.Node, dtype: torch.dtype | None) -> None:
         """Mark a node that runs under another autocast than the block."""
         if dtype != get_autocast_dtype():
             node.meta["autocast"] = dtype
@@ -293,14 +295,14 @@ class ResidualGraph:
         node.meta.update(meta)
         return node
 
-    def input_device(self) -> fx.Node:
+    def emit_input_device(self) -> fx.Node:
         if self.device is None:
             source = next(iter(self.inputs.values()))
             self.device = self.call(getattr, (source, "device"), {}, {})
         return self.device
 
     # ------------------------------------------------------------------ values that may differ between captures
-    def zip_value(self, values: Sequence[Any], line: str, path: ArgumentPath | None = None) -> Any:
+    def merge_values(self, values: Sequence[Any], line: str, path: ArgumentPath | None = None) -> Any:
         """Turn an argument of all captures into one of the graph. Sizes that differ become nodes.
 
         Args:
@@ -308,7 +310,7 @@ class ResidualGraph:
         """
         first = values[0]
         if is_passed(first):
-            return self._object(values, line)
+            return self._find_object(values, line)
         if isinstance(first, fx.Node):
             return self.new_nodes[first]
         if isinstance(first, (list, tuple)):
@@ -319,14 +321,14 @@ class ResidualGraph:
                     remedy=LOOP_OVER_STEPS,
                 )
             items = [
-                self.zip_value(column, line, _extend_path(path, i))
+                self.merge_values(column, line, _extend_path(path, i))
                 for i, column in enumerate(zip(*values, strict=True))
             ]
             return type(first)(items) if type(first) in (list, tuple) else items
         if isinstance(first, dict):
-            return {k: self.zip_value([v[k] for v in values], line, _extend_path(path, k)) for k in first}
+            return {k: self.merge_values([v[k] for v in values], line, _extend_path(path, k)) for k in first}
         if isinstance(first, slice):
-            return slice(*[self.zip_value([getattr(v, a) for v in values], line) for a in ("start", "stop", "step")])
+            return slice(*[self.merge_values([getattr(v, a) for v in values], line) for a in ("start", "stop", "step")])
         if isinstance(first, int) and not isinstance(first, bool):
             return self.sizes.emit_integer([int(v) for v in values], line, path)
         if self.reads.find(values) is not None:
@@ -352,19 +354,19 @@ class ResidualGraph:
         return float(first) if isinstance(first, float) else first
 
     # ------------------------------------------------------------------ shapes in letters
-    def describe(self, aligned: AlignedNodes) -> dict[str, Any]:
+    def build_meta(self, aligned: AlignedNodes) -> dict[str, Any]:
         """Return the `meta` of a new node: source, fake value and letters."""
         n = aligned.first
         val = n.meta.get("val")
         meta: dict[str, Any] = {"source": str(n.meta["source"])} if n.op == "call_function" else {}
         if isinstance(val, torch.Tensor):
-            meta["val"] = self.fake(val)
+            meta["val"] = self.make_fake(val)
             shapes = [tuple(t.meta["val"].shape) for t in aligned]
             if len({len(s) for s in shapes}) == 1:
-                meta["letters"] = tuple(self.letter(list(column)) for column in zip(*shapes, strict=True))
+                meta["letters"] = tuple(self.get_letter(list(column)) for column in zip(*shapes, strict=True))
         return meta
 
-    def letter(self, sizes: list[int]) -> str:
+    def get_letter(self, sizes: list[int]) -> str:
         """Return the letter of an axis from its sizes in the captures, or its number."""
         match = self.match
         if len(set(sizes)) > 1:
@@ -384,7 +386,7 @@ class ResidualGraph:
         )
         return named.get(sizes[0], str(sizes[0]))
 
-    def fake(self, value: torch.Tensor) -> torch.Tensor:
+    def make_fake(self, value: torch.Tensor) -> torch.Tensor:
         if isinstance(value, FakeTensor):
             return value
         with self.fake_mode:

@@ -16,7 +16,7 @@ from ...errors import Refused
 from ...ir.node_values import get_op_name
 from ...matching.facts.graph_nodes import depends_on_routing, find_buffers, is_random
 from ...matching.results.match_result import Match
-from .aligned_nodes import AlignedNodes, branch_dependence, leaf_nodes, op_kind, routing_dependence
+from .aligned_nodes import AlignedNodes, build_branch_refusal, build_routing_refusal, list_leaf_nodes, name_op_kind
 from .scalar_reads import ScalarReads
 from .submodule_calls import find_module_calls, is_within
 
@@ -33,8 +33,8 @@ class ResidualWalk:
         cut: the node at which all routed rows are summed.
         aligned: the nodes of the latest plan, by their node in the first capture.
         call_of: for each result of a call that stays a call, the call in all captures.
-        inlined: start indices of calls that are taken apart.
-        recomputed_modules: called modules. The residual computes some of their inner values again.
+        inlined: start indices of calls whose nodes are emitted one by one.
+        recomputed_modules: called modules some of whose inner values the residual computes again.
     """
 
     def __init__(self, match: Match, reads: ScalarReads):
@@ -49,8 +49,8 @@ class ResidualWalk:
 
     def _choose_calls(self) -> None:
         self.calls = find_module_calls(self.match, self.inlined)
-        self.call_of = {
-            n: call for call in self.calls for n in leaf_nodes(call[0].out) if n.meta["index"] >= call[0].start
+        self.call_by_result = {
+            n: call for call in self.calls for n in list_leaf_nodes(call[0].out) if n.meta["index"] >= call[0].start
         }
 
     def plan(self, roots: Sequence[AlignedNodes]) -> list[Any]:
@@ -58,9 +58,11 @@ class ResidualWalk:
         while True:
             self.aligned.clear()
             plan = self._plan(roots)
-            inside = [c for c in self.calls if any(is_within(p, c) and p.first not in self.call_of for p in plan)]
-            # Values from inside a call are computed again beside it. A call that draws random numbers is taken apart
-            # instead, so that it draws them once.
+            inside = [
+                c for c in self.calls if any(is_within(p, c) and p.first not in self.call_by_result for p in plan)
+            ]
+            # Values from inside a call are computed a second time. A call that draws random numbers is inlined instead,
+            # so that it draws them once.
             random = [c for c in inside if any(is_random(n) for n in self.captures[0].nodes[c[0].start : c[0].stop])]
             self.recomputed_modules = sorted({c[0].fqn for c in inside})
             if not random:
@@ -98,7 +100,7 @@ class ResidualWalk:
                         next(t for t in aligned if t.op != "placeholder" or t.meta["position"] != n.meta["position"]),
                     )
                 continue
-            call = self.call_of.get(n)
+            call = self.call_by_result.get(n)
             if call is not None:
                 self._require_same_result(aligned, call)
                 if id(call) not in {id(v) for v in items_by_position.values() if isinstance(v, list)}:
@@ -126,19 +128,19 @@ class ResidualWalk:
         """Build the refusal of a step that differs between captures. Name the branch of Python that causes it."""
         branch = _find_branch([c for n in (node, other) for c in self.captures if n in c.nodes])
         if branch is None:
-            return routing_dependence(node, other)
-        return branch_dependence(branch.source, find_buffers(branch))
+            return build_routing_refusal(node, other)
+        return build_branch_refusal(branch.source, find_buffers(branch))
 
     def _require_same_result(self, aligned: AlignedNodes, call: list[SubmoduleCall]) -> None:
         """Refuse unless the nodes are the same result of the call in every capture."""
-        columns = zip(*[leaf_nodes(c.out) for c in call], strict=True)
+        columns = zip(*[list_leaf_nodes(c.out) for c in call], strict=True)
         if tuple(aligned) not in {tuple(column) for column in columns}:
             raise self._refuse_difference(aligned[0], next(t for t in aligned[1:] if t is not aligned[0]))
 
     def _pair_arguments(self, aligned: AlignedNodes) -> list[AlignedNodes]:
         first = aligned.first
         for other in aligned[1:]:
-            if other.op != first.op or (first.op == "call_function" and op_kind(other) != op_kind(first)):
+            if other.op != first.op or (first.op == "call_function" and name_op_kind(other) != name_op_kind(first)):
                 raise self._refuse_difference(first, other)
         return self._pair_trees([(n.args, n.kwargs) for n in aligned], str(first.meta["source"]))
 
@@ -157,8 +159,8 @@ class ResidualWalk:
 
 
 def _find_branch(captures: Sequence[Capture]) -> HostRead | None:
-    """Return a read of Python that was forced in a capture, or differs between captures without the routing. Else
-    return one of activations."""
+    """Return a read of Python that was forced in a capture, or that differs between captures without the routing.
+    Otherwise return a read of activations."""
     forced_reads = [read for capture in captures for read in capture.reads if read.call_stack in capture.interventions]
     if forced_reads:
         return forced_reads[-1]

@@ -21,7 +21,7 @@ from ...ir.graph_codegen import FUNCTIONS
 from ...matching.results.capacity_formulas import Formula, find_formula
 from ...matching.results.match_result import Match
 from ...matching.results.size_samples import SizeSamples
-from .aligned_nodes import AlignedNodes, op_kind
+from .aligned_nodes import AlignedNodes, name_op_kind
 
 aten = torch.ops.aten
 
@@ -71,7 +71,7 @@ class SizeExpressions:
         """Return an integer that may depend on the input sizes, as a number or as a node that computes it.
 
         Args:
-            values: one for each capture. where: the user's source line. path: to find the number in further captures.
+            values: one for each capture. line: the user's source line. path: to find the number in further captures.
 
         Raises:
             Refused: no expression over the sizes gives these values.
@@ -202,7 +202,7 @@ class SizeExpressions:
         """Return the number at `path` in the captures of a routing that reach it; None if some value is no number.
 
         Args:
-            position: of the node among those of its line.
+            position: index of the node among the nodes of its line.
         """
         points = []
         for sizes, capture in self.samples.sample(routing):
@@ -221,8 +221,8 @@ class SizeExpressions:
         if id(capture) not in self._lines:
             lines = self._lines[id(capture)] = defaultdict(list)
             for n in capture.nodes:
-                lines[n.meta["source"], op_kind(n)].append(n)
-        return self._lines[id(capture)][node.meta["source"], op_kind(node)]
+                lines[n.meta["source"], name_op_kind(n)].append(n)
+        return self._lines[id(capture)][node.meta["source"], name_op_kind(node)]
 
     def emit_formula(self, formula: Formula) -> fx.Node:
         """Emit the nodes that compute a formula."""

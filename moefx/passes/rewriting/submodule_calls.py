@@ -1,4 +1,4 @@
-"""Find submodule calls that stay calls, and take their results apart."""
+"""Find submodule calls that stay calls, and unpack their results."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import fx
 from ...capture.tracing.capture_result import SubmoduleCall
 from ...ir.passed_objects import is_passed
 from ...matching.results.match_result import Match
-from .aligned_nodes import AlignedNodes, leaf_nodes
+from .aligned_nodes import AlignedNodes, list_leaf_nodes
 
 
 def find_module_calls(match: Match, inlined: set[int]) -> list[list[SubmoduleCall]]:
     """Return the outermost submodule calls without absorbed nodes, one list of calls for all captures.
 
     Args:
-        inlined: start indices of calls that are taken apart.
+        inlined: start indices of calls whose nodes are emitted one by one.
     """
     per_capture: list[dict[tuple[str, int], SubmoduleCall]] = []
     for form in match.forms:
@@ -29,8 +29,8 @@ def find_module_calls(match: Match, inlined: set[int]) -> list[list[SubmoduleCal
         for call in sorted(form.capture.calls, key=lambda c: (c.start, -c.stop, c.depth)):
             key = (call.fqn, counts.get(call.fqn, 0))
             counts[call.fqn] = key[1] + 1
-            absorbs = bisect.bisect_left(routed, call.start) < bisect.bisect_left(routed, call.stop)
-            if not absorbs and _expressible(call):
+            has_absorbed_node = bisect.bisect_left(routed, call.start) < bisect.bisect_left(routed, call.stop)
+            if not has_absorbed_node and _is_expressible(call):
                 calls_by_key[key] = call
         per_capture.append(calls_by_key)
     out: list[list[SubmoduleCall]] = []
@@ -45,12 +45,12 @@ def find_module_calls(match: Match, inlined: set[int]) -> list[list[SubmoduleCal
     return out
 
 
-def _expressible(call: SubmoduleCall) -> bool:
+def _is_expressible(call: SubmoduleCall) -> bool:
     """Return whether a graph can hold the call: arguments and results are tensors and plain values in plain containers,
     and no argument is returned."""
     plain_types = (fx.Node, int, float, bool, str, type(None), torch.dtype)
     leaves = pytree.tree_leaves((call.args, call.kwargs))
-    results = leaf_nodes(call.out)
+    results = list_leaf_nodes(call.out)
     return (
         all(is_passed(a) or isinstance(a, plain_types) for a in leaves)
         and bool(results)
@@ -76,7 +76,7 @@ def list_leaf_paths(tree: Any) -> list[tuple[tuple[Any, ...], fx.Node]]:
     elif isinstance(tree, (list, tuple)):
         items = enumerate(tree)
     else:
-        return [((None,), n) for n in leaf_nodes(tree)]
+        return [((None,), n) for n in list_leaf_nodes(tree)]
     return [((key, *path), leaf) for key, value in items for path, leaf in list_leaf_paths(value)]
 
 

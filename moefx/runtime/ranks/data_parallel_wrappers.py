@@ -2,7 +2,7 @@
 
 DistributedDataParallel ignores parameters that the wrapped module lists in an attribute. DeepSpeed has no equivalent,
 so it is refused. accelerate would wrap a spread model in DistributedDataParallel, or train it unwrapped: it is refused,
-with the call that trains. `WrapperRefusal` is what all refusals are made of.
+with the call that trains. All refusals are `WrapperRefusal`s.
 """
 
 from __future__ import annotations
@@ -90,14 +90,14 @@ class WrapperRefusal:
         raise self.build_error()
 
 
-# Of a model that `parallelize` has sharded, or of a Pipeline. It takes the place of `IgnoredByDDP`.
+# For a model that `parallelize` has sharded, and for a Pipeline. It replaces `IgnoredByDDP`.
 DDP_REFUSAL = WrapperRefusal(
     DDP_IGNORED,
     InvalidInput,
     "DistributedDataParallel around a model that moefx.parallelize has sharded would reduce its gradients twice. "
     "Train the model as it is. For replicas instead of shards: moefx.parallelize(model, mesh, data='ddp')",
 )
-# Of a block whose experts are spread over ranks.
+# For a block whose experts are spread over ranks.
 DEEPSPEED_REFUSAL = WrapperRefusal(
     DEEPSPEED_HOOK,
     ExpertsOverwritten,
@@ -105,7 +105,7 @@ DEEPSPEED_REFUSAL = WrapperRefusal(
     "experts, which would be overwritten. Compile without a mesh for DeepSpeed, or train the spread model with torch's "
     "fully_shard or DistributedDataParallel (docs/expert_parallelism.md)",
 )
-# Of a Pipeline.
+# For a Pipeline.
 ACCELERATED_PIPELINE_REFUSAL = WrapperRefusal(
     ACCELERATE_FLAG,
     InvalidInput,
@@ -209,7 +209,7 @@ def find_outermost_wrapper(block: nn.Module) -> nn.Module | None:
 
 
 def describe_overwriting(wrapper: nn.Module | None, block: str, seen: str) -> str:
-    """Return an error message: how a wrapper overwrote the experts of a block, and what to do."""
+    """Return an error message: how a wrapper overwrote the experts of a block, and the remedy."""
     lost = "Then load the weights again (load_state_dict): the experts now hold another rank's values"
     if isinstance(wrapper, DistributedDataParallel):
         around, over = type(wrapper.module).__name__, f"overwrites the experts of {block}"

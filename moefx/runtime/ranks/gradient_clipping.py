@@ -45,7 +45,10 @@ def clip_grad_norm_(
         if parameter.grad is not None:
             grads.append(_local_part(parameter.grad))
             norms.append(torch.linalg.vector_norm(grads[-1], norm_type, dtype=zero.dtype).to(zero.device))
-    norms = [_reduce_norm(_combine_norms(norms, norm_type, zero), over, norm_type) for over, norms in groups.items()]
+    norms = [
+        _reduce_norm(_combine_norms(norms, norm_type, zero), group_names, norm_type)
+        for group_names, norms in groups.items()
+    ]
     total = _combine_norms(norms, norm_type, zero)
     if stages:  # which may have other dtypes
         total = _reduce_norm(total.double(), (stages,), norm_type)
@@ -59,14 +62,14 @@ def clip_grad_norm_(
 
 def _find_spread_groups(name: str, parameter: Tensor, own_experts: dict[str, str]) -> tuple[str, ...]:
     """Return the groups whose ranks hold other parts of a parameter, or other experts' parameters."""
-    over = [own_experts[name]] if name in own_experts else []
+    group_names = [own_experts[name]] if name in own_experts else []
     if isinstance(parameter, DTensor):
         for axis, placement in enumerate(parameter.placements):
             if placement.is_partial():
                 raise MoefxError(f"{name} is a DTensor with a Partial placement: the norm of its gradient is undefined")
             if placement.is_shard() or "Shard" in type(placement).__name__:  # also the strided one of FSDP
-                over.append(parameter.device_mesh.get_group(axis).group_name)
-    return tuple(over)
+                group_names.append(parameter.device_mesh.get_group(axis).group_name)
+    return tuple(group_names)
 
 
 def _local_part(t: Tensor) -> Tensor:

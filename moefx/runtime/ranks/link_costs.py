@@ -42,7 +42,7 @@ class HostCost:
 
     Attributes:
         launches: to run the operations of the layer.
-        waits: for the copy of the row counts. The device has no work meanwhile, nor until the host launches more.
+        waits: for the copy of the row counts. The device is idle until the host launches more work.
         agreement: to agree with the hosts of other ranks on the number of tokens.
     """
 
@@ -174,30 +174,34 @@ def predict_seconds(
     rank_bytes, ranks = tokens * row_bytes, math.prod(sizes)
     above = list(itertools.accumulate(sizes[:-1], operator.mul, initial=1))  # number of units above each level
     levels = list(zip(links.levels, sizes, above, strict=True))
-    of_ranks, nodes = compute_expected_parts(num_experts, top_k, ranks), above[-1]
-    of_hops = [compute_expected_parts(num_experts, top_k, within * size) for _, size, within in levels]
+    ranks_per_token, nodes = compute_expected_parts(num_experts, top_k, ranks), above[-1]
+    units_per_token = [compute_expected_parts(num_experts, top_k, within * size) for _, size, within in levels]
 
-    def handled(rows: float) -> float:
+    def predict_handling(rows: float) -> float:
         return rows * rank_bytes * links.handling
 
     def predict_whole_axis(rows: float) -> float:
         """Predict one exchange over the whole axis, which uses the links of all levels at the same time."""
         through = [rows / within * (1 - 1 / size) * rank_bytes * link.per_byte for link, size, within in levels]
         at_last = max(*through, rows * (1 - 1 / ranks) * rank_bytes * links.whole.per_byte)
-        return links.whole.latency + at_last + handled(rows)
+        return links.whole.latency + at_last + predict_handling(rows)
 
-    seconds = {"flat": predict_whole_axis(top_k), "dedup": predict_whole_axis(of_ranks)}
+    seconds = {"flat": predict_whole_axis(top_k), "dedup": predict_whole_axis(ranks_per_token)}
     if gathered_bytes is not None:
         seconds["gather"] = predict_whole_axis(ranks * gathered_bytes / rank_bytes)
     if len(sizes) == 1:
         return seconds
-    sent = zip(levels, of_hops, strict=True)
+    sent = zip(levels, units_per_token, strict=True)
     *hops, last = (link.seconds(rows * (1 - 1 / size) * rank_bytes) for (link, size, _), rows in sent)
-    inside, num_bytes = links.levels[-1], of_ranks * (1 - 1 / sizes[-1]) * rank_bytes
+    inside, num_bytes = links.levels[-1], ranks_per_token * (1 - 1 / sizes[-1]) * rank_bytes
     halo = max(sum(hops), inside.seconds(num_bytes / nodes)) + inside.seconds(num_bytes * (1 - 1 / nodes))
-    # With HALO, rows that stay in the node are packed once, for the exchange beside the hops.
-    beside = sum(of_hops[:-1]) * (1 - 1 / nodes) + of_ranks
-    return {**seconds, "rbd": sum(hops) + last + handled(sum(of_hops)), "halo": halo + handled(beside)}
+    # With HALO, rows that stay in the node are packed once, for the exchange in the node.
+    parallel_handling = sum(units_per_token[:-1]) * (1 - 1 / nodes) + ranks_per_token
+    return {
+        **seconds,
+        "rbd": sum(hops) + last + predict_handling(sum(units_per_token)),
+        "halo": halo + predict_handling(parallel_handling),
+    }
 
 
 def count_gathered_bytes(token_bytes: float, top_k: int, tokens: int) -> float:

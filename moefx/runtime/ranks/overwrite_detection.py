@@ -1,4 +1,4 @@
-"""Detect when a wrapper overwrites the experts of one rank by those of another.
+"""Detect when a wrapper overwrites the experts of one rank with the experts of another.
 
 Wrappers for data parallelism expect the same model on every rank. DistributedDataParallel, `accelerate.prepare` and
 `deepspeed.initialize` broadcast the parameters of one rank, and reduce gradients that belong to different experts.
@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...errors import ExpertsOverwritten
 from ...ir.expert_placement import Placement
-from ...ir.ops.parameter_samples import NUM_WORDS, local_sample, register, select
+from ...ir.ops.parameter_samples import NUM_WORDS, local_sample, register_sampler, select_sampler
 from ...ir.ops.uneven_all_to_all import format_ranks, get_group
 from ...util.tensor_bytes import view_bytes
 from .data_parallel_wrappers import (
@@ -54,47 +54,47 @@ class OverwritingWatch:
         self.block, self.parameters, self.placement = block, parameters, placement
         self.name = name or type(block).__name__
         self.group, self.number = placement.group, number
-        self.before: Tensor | None = None
-        self.now: Tensor | None = None
-        self.compares_itself, self.calls = False, 0
-        self.checked_ddp: Any = None
+        self.last_sample: Tensor | None = None
+        self.current_sample: Tensor | None = None
+        self.has_own_collective, self.calls = False, 0
+        self.accepted_ddp: Any = None
         self.is_parallelized = False  # `parallelize` reduces the gradients of the block
         self.hooks_version = -1
         self.sampled = self._find_sampled_names()
-        self.settle()
-        register(self)
+        self.accept_experts()
+        register_sampler(self)
 
-    def settle(self) -> None:
+    def accept_experts(self) -> None:
         """Accept the current experts as correct. Does not synchronise with the host."""
-        self.before = self._sample_experts()
+        self.last_sample = self._sample_experts()
 
     def begin_call(self) -> None:
         """Refuse wrappers that overwrite experts, and send the sample of this block in the next exchange."""
         if self.placement.num_ranks == 1:
             return
         ddp = torch.nn.parallel.DistributedDataParallel._active_ddp_module
-        if ddp is not None and ddp is not self.checked_ddp:
+        if ddp is not None and ddp is not self.accepted_ddp:
             if self.is_parallelized:
                 raise DDP_REFUSAL.build_error()
             if names := list_broadcast_parameters(ddp, self._list_expert_tensors(), self.group):
                 raise ExpertsOverwritten(describe_overwriting(ddp, self.name, f"it has {names[0]} among its own"))
-            self.checked_ddp = ddp
+            self.accepted_ddp = ddp
         version = RemovableHandle.next_id  # an engine registers hooks on the model that it wraps
         if version != self.hooks_version:
             for module in _iterate_running_modules(sys._getframe(1)):
                 if is_deepspeed(module):
                     raise DEEPSPEED_REFUSAL.build_error()
             self.hooks_version = version
-        if self.compares_itself:
-            self._compare_now_and_then()
+        if self.has_own_collective:
+            self._compare_periodically()
         else:
-            select(self)
+            select_sampler(self)
 
-    def _compare_now_and_then(self) -> None:
+    def _compare_periodically(self) -> None:
         """Compare the samples of all ranks at calls 1, 2, 4, 8 and so on, but never while a CUDA graph is captured.
 
-        Exchanges from which the host reads no number cannot carry the samples. So this makes a collective of its own,
-        and synchronises the host with the device.
+        Exchanges that copy no numbers to the host cannot carry the samples. So this runs its own collective, and
+        synchronises the host with the device.
         """
         self.calls += 1
         if self.calls & (self.calls - 1) or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
@@ -110,8 +110,8 @@ class OverwritingWatch:
         now = self._sample_experts()
         if now is None:
             return None
-        before = self.before if self.before is not None and self.before.device == now.device else now
-        self.now = now
+        before = self.last_sample if self.last_sample is not None and self.last_sample.device == now.device else now
+        self.current_sample = now
         return torch.cat([before, now])
 
     def compare_samples(self, samples: Sequence[Sequence[int]]) -> None:
@@ -126,7 +126,7 @@ class OverwritingWatch:
             overwritten = format_ranks([world_ranks[i] for i in ranks])
             observation = f"{overwritten} had different experts before and have equal ones now"
             raise ExpertsOverwritten(describe_overwriting(find_outermost_wrapper(self.block), self.name, observation))
-        self.before = self.now
+        self.last_sample = self.current_sample
 
     def _find_suspects(self, samples: Sequence[Sequence[int]]) -> list[list[int]]:
         """Find groups of positions whose samples became equal."""
@@ -152,7 +152,7 @@ class OverwritingWatch:
         for tensor in self._list_expert_tensors():
             flat = _local_part(tensor).reshape(-1)
             digest.update(view_bytes(flat[:: max(1, len(flat) // _CONFIRMED_VALUES)].double()))
-        device = self.now.device if self.now is not None else torch.device("cpu")
+        device = self.current_sample.device if self.current_sample is not None else torch.device("cpu")
         own_digest = torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64).to(device)
         digests = [torch.empty_like(own_digest) for _ in range(self.placement.num_ranks)]
         dist.all_gather(digests, own_digest, group=get_group(self.group))
@@ -193,18 +193,18 @@ class OverwritingWatch:
     def __deepcopy__(self, memo: dict[int, Any]) -> OverwritingWatch:
         block = memo.get(id(self.block), self.block)
         memo[id(self)] = duplicate = type(self).__new__(type(self))
-        duplicate.__dict__.update(self.__dict__, block=block, checked_ddp=None)
-        register(duplicate)
+        duplicate.__dict__.update(self.__dict__, block=block, accepted_ddp=None)
+        register_sampler(duplicate)
         return duplicate
 
 
-class SettleOnLoad:
+class AcceptLoadedExperts:
     """A post-hook of `load_state_dict`: accept the loaded experts as correct."""
 
     def __call__(self, block: nn.Module, incompatible_keys: Any) -> None:
         watch = getattr(vars(block).get("forward"), "watch", None)
         if watch is not None:
-            watch.settle()
+            watch.accept_experts()
 
 
 def _local_part(t: Tensor) -> Tensor:

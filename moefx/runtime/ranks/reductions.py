@@ -33,7 +33,7 @@ GRADIENT_WATCH = "_moefx_gradients"  # the attribute of a spread model that hold
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """The reduction that turns the gradients of a group of parameters into those of the mean loss.
+    """The reduction that turns the gradients of a group of parameters into gradients of the mean loss.
 
     Attributes:
         group: "experts" or "others".

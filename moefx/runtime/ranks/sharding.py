@@ -73,7 +73,7 @@ def resolve_expert_axes(mesh: DeviceMesh, wanted: str | tuple[str, ...] | None) 
 
 
 def is_replica_axis(axis: str) -> bool:
-    """Return whether the name of a mesh axis stands for replicas, such as "dp_replicate" of hybrid sharding."""
+    """Return whether a mesh axis has a name for replicas, such as "dp_replicate" of hybrid sharding."""
     return "replica" in axis
 
 
@@ -107,28 +107,28 @@ def shard_experts(
     parameters: ExpertParameters,
     placement: Placement,
     axis: DeviceMesh,
-    made: dict[torch.Tensor, nn.Parameter],
+    sharded_parameters: dict[torch.Tensor, nn.Parameter],
 ) -> None:
-    """Reduce a block's parameters to those of this rank's experts.
+    """Reduce a block's parameters to the local experts' parameters.
 
     A stack becomes a DTensor, `Shard(0)` over the axis. Parameters of separate experts on other ranks become None, so
     `state_dict` omits them.
 
     Args:
-        made: the sharded parameter of each stack. Blocks that share a stack share its part.
+        sharded_parameters: the sharded parameter of each stack. Blocks that share a stack share its part.
     """
     for name in parameters.stacked:
         owner, full = find_owner_and_tensor(block, name)
-        if full not in made:
+        if full not in sharded_parameters:
             local = placement.select_local(full.detach()).clone()
             shard = DTensor.from_local(local, axis, [Shard(0)], run_check=False)
-            made[full] = nn.Parameter(shard, requires_grad=full.requires_grad)
-        _set_tensor(owner, name, made[full], full)
-    here = parameters.of_experts(placement.local_experts)
+            sharded_parameters[full] = nn.Parameter(shard, requires_grad=full.requires_grad)
+        _set_tensor(owner, name, sharded_parameters[full], full)
+    own_names = parameters.of_experts(placement.local_experts)
     for name in _list_unique_names(parameters.separate):
         owner, full = find_owner_and_tensor(block, name)
         if full is not None:  # None if another block shares these experts and was sharded before
-            _set_tensor(owner, name, full if name in here else None, full)
+            _set_tensor(owner, name, full if name in own_names else None, full)
 
 
 def copy_with_all_experts(block: nn.Module, parameters: ExpertParameters, placement: Placement) -> nn.Module:

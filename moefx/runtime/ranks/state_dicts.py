@@ -63,14 +63,17 @@ def _gather_separate_experts(
     """Gather the parameters of separate experts: one collective per name and local expert."""
     if not parameters.separate:
         return
-    group, expert_at = get_group(placement.group), {place: expert for expert, place in enumerate(placement.places)}
-    for number, expert in enumerate(placement.local_experts):
+    group, expert_by_physical_id = (
+        get_group(placement.group),
+        {physical_id: expert for expert, physical_id in enumerate(placement.physical_ids)},
+    )
+    for local_id, expert in enumerate(placement.local_experts):
         for i, name in enumerate(parameters.separate[expert]):
             value = _unshard(local_state[join_name(block, name)]).contiguous()
             parts = [torch.empty_like(value) for _ in range(placement.num_ranks)]
             dist.all_gather(parts, value, group=group)
             for position, part in enumerate(parts):
-                other = expert_at[routes.order[position] * placement.experts_per_rank + number]
+                other = expert_by_physical_id[routes.order[position] * placement.experts_per_rank + local_id]
                 yield join_name(block, parameters.separate[other][i]), part
 
 
@@ -92,7 +95,7 @@ def join_name(block: str, name: str) -> str:
     return f"{block}.{name}" if block else name
 
 
-class OnLoad:
+class KeepLocalExperts:
     """A pre-hook of `load_state_dict`: reduce full parameters to this rank's part."""
 
     def __init__(self, parameters: ExpertParameters, placement: Placement):
@@ -123,7 +126,7 @@ def _shard_entry(state_dict: dict[str, Any], name: str, parameter: Any) -> None:
         state_dict[name] = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
-class OnSave:
+class RefuseTorchFullStateDict:
     """A pre-hook of `state_dict`: refuse torch's full state dict, which would omit experts on other ranks."""
 
     def __call__(self, block: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -134,10 +137,10 @@ class OnSave:
             )
 
 
-class RefuseSavePretrained:
-    """Stands for the method `save_pretrained` of a module of a spread model, which would write this rank's part only.
+class SavePretrainedRefusal:
+    """Replaces the method `save_pretrained` of a module of a spread model, which would write this rank's part only.
 
-    It works if it gets the state dict of all experts.
+    A call with the state dict of all experts runs the method.
     """
 
     def __init__(self, module: nn.Module):
@@ -158,7 +161,7 @@ def refuse_save_pretrained(model: nn.Module) -> None:
     """Let the method `save_pretrained` of a spread model, and of the models in it, raise with the call that works."""
     for module in model.modules():
         if hasattr(type(module), "save_pretrained"):
-            vars(module)["save_pretrained"] = RefuseSavePretrained(module)
+            vars(module)["save_pretrained"] = SavePretrainedRefusal(module)
 
 
 def _is_gathering_full_state_dict() -> bool:

@@ -86,7 +86,7 @@ class Topology:
 
 
 def resolve_node_size(wanted: int | None, world: int) -> int:
-    """Return the number of ranks of a node: `wanted`, else LOCAL_WORLD_SIZE of the launcher, else all ranks.
+    """Return the number of ranks of a node: `wanted`, otherwise LOCAL_WORLD_SIZE of the launcher, otherwise all ranks.
 
     Raises:
         InvalidPlan: the world does not consist of whole nodes.
@@ -103,9 +103,9 @@ class ExpertAxis:
     """One axis of a mesh: its ranks, their topology, and the process groups of its levels.
 
     Args:
-        own: the axis, a submesh of `mesh`.
-        node: number of ranks of a node, see `resolve_node_size`.
-        above: number of ranks in the units above a node, fine to coarse.
+        axis_mesh: the axis, a submesh of `mesh`.
+        node_size: number of ranks of a node, see `resolve_node_size`.
+        levels_above: number of ranks in the units above a node, fine to coarse.
         timeout: seconds that an exchange may take; None for the default of process groups.
     """
 
@@ -113,22 +113,28 @@ class ExpertAxis:
         self,
         mesh: DeviceMesh,
         axis_mesh: DeviceMesh,
-        node: int | None = None,
-        above: Sequence[int] = (),
+        node_size: int | None = None,
+        levels_above: Sequence[int] = (),
         timeout: float | None = None,
     ):
-        self.mesh, self.own, self._node, self._above, self.timeout = mesh, axis_mesh, node, above, timeout
+        self.mesh, self.axis_mesh, self._node, self._above, self.timeout = (
+            mesh,
+            axis_mesh,
+            node_size,
+            levels_above,
+            timeout,
+        )
         (self.name,) = axis_mesh.mesh_dim_names or ("",)
         self.rank = (axis_mesh.get_coordinate() or [0])[0]  # `get_local_rank` counts in the process group instead
-        self.size = self.own.size()
-        self.made: dict[torch.Tensor, Any] = {}  # the sharded parameter of each stack
-        group: dist.ProcessGroup = self.own.get_group()
+        self.size = self.axis_mesh.size()
+        self.sharded_parameters: dict[torch.Tensor, Any] = {}  # the sharded parameter of each stack
+        group: dist.ProcessGroup = self.axis_mesh.get_group()
         self.group = group.group_name
 
     @functools.cached_property
     def topology(self) -> Topology:
         units = [resolve_node_size(self._node, dist.get_world_size()), *self._above]
-        return Topology.from_ranks(self.own.mesh.tolist(), units, self.name)
+        return Topology.from_ranks(self.axis_mesh.mesh.tolist(), units, self.name)
 
     def find_shared_tokens(self, name: str, gradients: str) -> SharedTokens:
         """Return the axis `name` of the mesh, whose ranks have the same tokens.
@@ -138,7 +144,7 @@ class ExpertAxis:
                 experts.
         """
         sequence_mesh = self.mesh[name]
-        ranks, experts = sequence_mesh.mesh.tolist(), self.own.mesh.tolist()
+        ranks, experts = sequence_mesh.mesh.tolist(), self.axis_mesh.mesh.tolist()
         if not set(ranks) <= set(experts):
             raise InvalidPlan(
                 f"Plan(sequence_axis={name!r}): each of its ranks ({format_ranks(ranks)}) routes a part of the "
@@ -153,7 +159,7 @@ class ExpertAxis:
         """Route rows in one exchange, or in one per level (`by_level`). The latter is collective: it makes groups."""
         if not by_level or len(self.topology.sizes) == 1:
             levels, splits_intra_node = (TopologyLevel(self.name, self.size, self.exchange_group),), False
-            order = Topology.from_ranks(self.own.mesh.tolist(), ()).order
+            order = Topology.from_ranks(self.axis_mesh.mesh.tolist(), ()).order
         else:
             levels, order = self.levels, self.topology.order
         return ExchangeRoutes(levels, order.index(self.rank), order, dedup, splits_intra_node, self.timeout)
@@ -164,7 +170,7 @@ class ExpertAxis:
         if self.timeout is None:
             return self.group
         group: Any = dist.new_group(
-            self.own.mesh.tolist(),
+            self.axis_mesh.mesh.tolist(),
             timeout=datetime.timedelta(seconds=self.timeout),
             use_local_synchronization=True,
             group_desc=self.name,
@@ -186,7 +192,7 @@ class ExpertAxis:
                 "Plan(max_tokens=...)"
             )
         group: Any = dist.new_group(
-            self.own.mesh.tolist(),
+            self.axis_mesh.mesh.tolist(),
             backend="gloo",
             timeout=None if self.timeout is None else datetime.timedelta(seconds=self.timeout),
             use_local_synchronization=True,
@@ -218,7 +224,7 @@ class ExpertAxis:
     def levels(self) -> tuple[TopologyLevel, ...]:
         """The levels, each with the process group of the ranks that differ from this one at that level only."""
         sizes, order = self.topology.sizes, self.topology.order
-        ranks = self.own.mesh[list(order)].view(sizes)
+        ranks = self.axis_mesh.mesh[list(order)].view(sizes)
         coordinate = (ranks == dist.get_rank()).nonzero()[0].tolist()
         levels = []
         for i, (name, size) in enumerate(zip(self.topology.names, sizes, strict=True)):

@@ -83,13 +83,13 @@ def test_is_not_chosen_on_the_cpu(dtype):
 
 def test_layouts_that_torch_can_read_are_recognised():
     w = torch.empty(4, 16, 24, dtype=torch.bfloat16)
-    assert grouped_mm._readable(w)
-    assert grouped_mm._readable(w.transpose(1, 2))
-    assert grouped_mm._readable(w[:, :, :8])
-    assert not grouped_mm._readable(w[:, :, 1:9])  # starts off a 16-byte boundary
-    assert not grouped_mm._readable(w[:, ::2, ::2])  # no dimension of stride one
-    assert not grouped_mm._readable(torch.empty(4, 16, 20, dtype=torch.bfloat16))  # rows of 40 bytes
-    assert grouped_mm._readable(torch.empty(24, 4, 16, dtype=torch.bfloat16).permute(1, 2, 0))
+    assert grouped_mm._is_readable(w)
+    assert grouped_mm._is_readable(w.transpose(1, 2))
+    assert grouped_mm._is_readable(w[:, :, :8])
+    assert not grouped_mm._is_readable(w[:, :, 1:9])  # starts off a 16-byte boundary
+    assert not grouped_mm._is_readable(w[:, ::2, ::2])  # no dimension of stride one
+    assert not grouped_mm._is_readable(torch.empty(4, 16, 20, dtype=torch.bfloat16))  # rows of 40 bytes
+    assert grouped_mm._is_readable(torch.empty(24, 4, 16, dtype=torch.bfloat16).permute(1, 2, 0))
 
 
 @pytest.mark.gpu

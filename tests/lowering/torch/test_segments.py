@@ -31,8 +31,8 @@ def test_groups_cover_the_valid_rows_once(routing, group_rows):
     assert [e for g in gemms.groups for e in g.experts] == [e for e, n in enumerate(sizes) if n]
     assert [n for g in gemms.groups for n in g.sizes] == [n for n in sizes if n]
     rows = torch.arange(len(routing.build()[0]))
-    assert torch.cat([*gemms.slices(rows), rows[:0]]).tolist() == list(range(offsets[-1]))
-    assert torch.cat([*gemms.read(rows), rows[:0]]).tolist() == list(range(offsets[-1]))
+    assert torch.cat([*gemms.result_slices(rows), rows[:0]]).tolist() == list(range(offsets[-1]))
+    assert torch.cat([*gemms.input_slices(rows), rows[:0]]).tolist() == list(range(offsets[-1]))
     assert all(g.num_rows <= group_rows or len(g.experts) == 1 for g in gemms.groups)
 
 
@@ -92,8 +92,10 @@ def test_under_autocast_only_hit_experts_are_cast(monkeypatch):
     layer = swiglu_list(8, 8, 6, torch.float32)
     routing = draw_routing(1, 2, 8, torch.float32)
     looked_up = []
-    original = segments.Operands.__getitem__
-    monkeypatch.setattr(segments.Operands, "__getitem__", lambda self, e: looked_up.append(e) or original(self, e))
+    original = segments.WeightMatrices.__getitem__
+    monkeypatch.setattr(
+        segments.WeightMatrices, "__getitem__", lambda self, e: looked_up.append(e) or original(self, e)
+    )
     with torch.autocast("cpu", torch.bfloat16):
         layer.fused(torch.randn(1, 8), routing, routing.topk_weights)
     assert set(looked_up) == set(routing.topk_ids.flatten().tolist())
@@ -108,7 +110,7 @@ def test_under_autocast_only_hit_experts_are_cast(monkeypatch):
 def test_a_product_is_written_into_a_slice(shape, onednn, add, monkeypatch):
     if onednn and not torch.backends.mkldnn.is_available():
         pytest.skip("a torch without oneDNN")
-    monkeypatch.setattr(cpu_gemm, "onednn_is_faster", lambda: onednn)
+    monkeypatch.setattr(cpu_gemm, "is_onednn_faster", lambda: onednn)
     monkeypatch.setattr(cpu_gemm, "_MIN_SIZE", 64)
     m, k, n = shape
     buffer = torch.randn(m, 2 * n)
@@ -130,7 +132,7 @@ def test_onednn_rounds_about_as_blas_does(monkeypatch):
         exact = left.double() @ w.double().t()
         errors = []
         for onednn in (True, False):
-            monkeypatch.setattr(cpu_gemm, "onednn_is_faster", lambda onednn=onednn: onednn)
+            monkeypatch.setattr(cpu_gemm, "is_onednn_faster", lambda onednn=onednn: onednn)
             out = cpu_gemm.linear_into(torch.empty(128, 128), left, w)
             errors.append((out - exact).square().mean().sqrt())
         assert errors[0] < 2 * errors[1]
@@ -141,7 +143,7 @@ def test_no_weight_takes_onednns_plain_loops(k, monkeypatch):
     """Avoid oneDNN's plain loops, which take 500 times as long, for stacks of gate and up and for blocks of k."""
     if not torch.backends.mkldnn.is_available():
         pytest.skip("a torch without oneDNN")
-    monkeypatch.setattr(cpu_gemm, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(cpu_gemm, "is_onednn_faster", lambda: True)
     left, both = torch.randn(64, k), torch.randn(1024, 2 * k)
 
     def seconds(w, product=cpu_gemm.linear):
@@ -166,20 +168,20 @@ def test_linear_into_another_dtype():
 
 
 def test_row_counts_are_rounded_up_a_little_and_to_few_numbers(monkeypatch):
-    monkeypatch.setattr(cpu_gemm, "onednn_is_faster", lambda: True)
-    padded = {n: n + cpu_gemm.padding(n, cpu_gemm._MIN_SIZE, torch.float32) for n in range(1, 5000)}
+    monkeypatch.setattr(cpu_gemm, "is_onednn_faster", lambda: True)
+    padded = {n: n + cpu_gemm.choose_padding(n, cpu_gemm._MIN_SIZE, torch.float32) for n in range(1, 5000)}
     assert all(n <= m < n + max(8, n / 15) for n, m in padded.items())
     assert len(set(padded.values())) < 110
     assert all(padded.get(m, m) == m for m in padded.values())
-    assert cpu_gemm.padding(63, cpu_gemm._MIN_SIZE // 64, torch.float32) is None
-    assert cpu_gemm.padding(64, cpu_gemm._MIN_SIZE // 64, torch.float32) == 0
-    assert cpu_gemm.padding(64, cpu_gemm._MIN_SIZE, torch.float64) is None
+    assert cpu_gemm.choose_padding(63, cpu_gemm._MIN_SIZE // 64, torch.float32) is None
+    assert cpu_gemm.choose_padding(64, cpu_gemm._MIN_SIZE // 64, torch.float32) == 0
+    assert cpu_gemm.choose_padding(64, cpu_gemm._MIN_SIZE, torch.float64) is None
 
 
 def test_onednn_choice_is_a_fact_about_the_machine():
-    cpu_gemm.onednn_is_faster.cache_clear()
-    assert cpu_gemm.onednn_is_faster() in (True, False)
-    assert cpu_gemm.onednn_is_faster() == cpu_gemm.onednn_is_faster()
+    cpu_gemm.is_onednn_faster.cache_clear()
+    assert cpu_gemm.is_onednn_faster() in (True, False)
+    assert cpu_gemm.is_onednn_faster() == cpu_gemm.is_onednn_faster()
 
 
 # -- the pool ----------------------------------------------------------------------------------------------
@@ -243,9 +245,9 @@ def test_call_unpacks_arguments():
     parameters = (layer.up, layer.up_bias, layer.down, layer.down_bias)
     call = ExpertMlpCall.of((*arguments, *parameters), layer.text, "h", None)
     assert call.widths == ([4], 2, 4)
-    assert call.multiplications() == 4 * 4 + 2 * 4
+    assert call.count_multiplications() == 4 * 4 + 2 * 4
     hidden = torch.arange(8.0).view(2, 4)
-    assert [t.tolist() for t in call.parts([hidden]).values()] == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
+    assert [t.tolist() for t in call.slice_hidden([hidden]).values()] == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
 
 
 def test_grouped_mm_op_runs_in_segments():
@@ -269,5 +271,5 @@ def test_padding_of_single_products(transposed, monkeypatch):
         return [out, *torch.autograd.grad(out.square().sum(), [rows, w])]
 
     expected = run()
-    monkeypatch.setattr(segments, "padding", lambda num_rows, *_: 1 + num_rows % 3)
+    monkeypatch.setattr(segments, "choose_padding", lambda num_rows, *_: 1 + num_rows % 3)
     torch.testing.assert_close(run(), expected)

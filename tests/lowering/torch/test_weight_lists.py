@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moefx.ir import op_providers
-from moefx.lowering.torch.weight_lists import stack_weights, strided_view, unstack_weights
+from moefx.lowering.torch.weight_lists import make_strided_view, stack_weights, unstack_weights
 
 
 def make_views(num: int = 3, shape: tuple[int, ...] = (4, 5), spacing: int = 20, offset: int = 0) -> list[Tensor]:
@@ -22,7 +22,7 @@ def make_views(num: int = 3, shape: tuple[int, ...] = (4, 5), spacing: int = 20,
 @pytest.mark.parametrize("offset", [0, 7])
 def test_equally_spaced_storages_are_one_view(spacing, offset):
     w = make_views(spacing=spacing, offset=offset)
-    view = strided_view(w)
+    view = make_strided_view(w)
     assert view is not None
     assert view.data_ptr() == w[0].data_ptr()
     assert not view.requires_grad
@@ -32,7 +32,7 @@ def test_equally_spaced_storages_are_one_view(spacing, offset):
 
 def test_transposed_views_are_one_view():
     w = [p.detach().t() for p in make_views()]
-    view = strided_view(w)
+    view = make_strided_view(w)
     assert view is not None
     assert torch.equal(view[2], w[2])
     assert view.stride() == (20, 1, 5)
@@ -50,12 +50,12 @@ def test_transposed_views_are_one_view():
     ids=["separate", "descending", "one strays", "tied", "other strides"],
 )
 def test_other_layouts_are_no_view(w):
-    assert strided_view(w) is None
+    assert make_strided_view(w) is None
 
 
 def test_one_expert_is_a_view():
     w = [torch.randn(4, 5)]
-    view = strided_view(w)
+    view = make_strided_view(w)
     assert view is not None
     assert view.shape == (1, 4, 5)
     assert view.data_ptr() == w[0].data_ptr()
@@ -65,7 +65,7 @@ def test_equal_spacing_across_storages_is_an_accident_not_a_view():
     storage = torch.randn(60)
     w = [torch.from_dlpack(storage[i * 20 : (i + 1) * 20]).view(4, 5) for i in range(3)]
     assert w[0].untyped_storage().data_ptr() != w[1].untyped_storage().data_ptr()
-    view = strided_view(w)
+    view = make_strided_view(w)
     if view is not None:  # only if the first storage extends to the second
         assert w[0].untyped_storage().nbytes() >= 60 * 4
 
@@ -102,7 +102,7 @@ def test_weights_are_stacked_without_needless_copies(w, path, dtype):
 )
 def test_changes_that_break_the_view_are_noticed(change):
     module = nn.ParameterList(make_views())
-    assert strided_view(list(module)) is not None
+    assert make_strided_view(list(module)) is not None
     changed = change(module)
     w = list(changed)
     with torch.no_grad():

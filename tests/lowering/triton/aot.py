@@ -145,10 +145,10 @@ def install() -> Compiler:
     compiler = Compiler()
     triton.runtime.driver.set_active(compiler)
     JITFunction.run = lambda function, *args, **options: compiler.run(function, *args, **options)
-    tile_configs.target = run_module.target = lambda device: compiler.target
+    tile_configs.get_target = run_module.get_target = lambda device: compiler.target
     autotune.can_tune = lambda *_: False
-    stock_precision, gpu = run_module.matmul_precision, torch.device("cuda")
-    run_module.matmul_precision = lambda x: stock_precision(types.SimpleNamespace(dtype=x.dtype, device=gpu))
+    stock_precision, gpu = run_module.choose_matmul_precision, torch.device("cuda")
+    run_module.choose_matmul_precision = lambda x: stock_precision(types.SimpleNamespace(dtype=x.dtype, device=gpu))
     # Recorded launches (see `launch_replay`) belong to another target or configuration.
     expert_mlp_steps.replay_or_record = build_pft.replay_or_record = lambda key, inputs, constants, host_code, *_: (
         host_code()
@@ -245,7 +245,7 @@ def list_roles(kernel: str, device: torch.device, dtype: torch.dtype) -> list[Co
 
 
 def list_configurations(dtype: torch.dtype, everything: bool) -> Iterator[tuple[str, dict[str, Config]]]:
-    """Yield the origin of a configuration and tiles for `tile_configs.KERNELS` instead of `tuning.config`'s choice.
+    """Yield the origin of a configuration, and tiles for `tile_configs.KERNELS` in place of `tuning.choose_config`'s.
 
     Origins are "default", "separate" (kernels for the pointwise part), "roles" (warp specialization) and, with
     `everything`, all configurations of "tuning".
@@ -274,7 +274,7 @@ def main() -> None:
     parser.add_argument("--everything", action="store_true", help="all cases, configurations and rules to drop by")
     options = parser.parse_args()
     compiler = install()
-    stock_config = run_module.config
+    stock_config = run_module.choose_config
     cases = list(CASES) if options.everything else options.cases.split(",")
     for target, name in itertools.product(options.targets.split(","), options.dtypes.split(",")):
         compiler.target, compiler.dtype, compiler.case, compiler.choice = target, name, "routing", "default"
@@ -286,7 +286,9 @@ def main() -> None:
         compile_exchanges(dtype)
         for (choice, forced), case in itertools.product(list_configurations(dtype, options.everything), cases):
             compiler.choice, compiler.case = choice, case
-            run_module.config = lambda kernel, *args, forced=forced: forced.get(kernel) or stock_config(kernel, *args)
+            run_module.choose_config = lambda kernel, *args, forced=forced: (
+                forced.get(kernel) or stock_config(kernel, *args)
+            )
             run_forward_and_backward(CASES[case], dtype)
 
 

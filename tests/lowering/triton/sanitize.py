@@ -45,7 +45,7 @@ def run_steps(name: str) -> None:
     candidates = {kernel: _candidates(kernel, dtype) for kernel in KERNELS}
     for i in range(max(map(len, candidates.values()))):
         configs = {kernel: some[i % len(some)] for kernel, some in candidates.items()}
-        run_module.config = lambda kernel, *_, configs=configs: configs[kernel]
+        run_module.choose_config = lambda kernel, *_, configs=configs: configs[kernel]
         launch_replay._tapes.clear()  # the launches of other configurations
         with op_providers.force("expert_mlp", "triton"), op_providers.force("expert_mlp_backward", "triton"):
             arguments = (layer, routing, x, routing.topk_weights.to(x), grad)

@@ -30,7 +30,7 @@ from .layers import CONFIGS, LINEAR, SMALL, check, move_layer, run_and_different
     ids=str,
 )
 def test_outputs_and_gradients_equal_the_reference(device, monkeypatch, make, dtype, keep, reduce):
-    monkeypatch.setattr(run_module, "config", lambda *_: SMALL)
+    monkeypatch.setattr(run_module, "choose_config", lambda *_: SMALL)
     routing = draw_routing(40, 2, 4)
     routing.topk_ids[routing.topk_ids == 3] = 1  # an expert without tokens
     check(make, device, dtype, routing, 48, 40, keep=keep, reduce=reduce)
@@ -38,7 +38,7 @@ def test_outputs_and_gradients_equal_the_reference(device, monkeypatch, make, dt
 
 @pytest.mark.parametrize("tiles, make", sample_product(CONFIGS, LINEAR, order=1))
 def test_every_way_to_launch(device, monkeypatch, make, tiles):
-    monkeypatch.setattr(run_module, "config", lambda *_: tiles)
+    monkeypatch.setattr(run_module, "choose_config", lambda *_: tiles)
     d, h = (
         tiles.bn + 8,
         tiles.bn + 24,
@@ -50,7 +50,7 @@ def test_every_way_to_launch(device, monkeypatch, make, tiles):
 @pytest.mark.parametrize("name", ["sliced", "separate"])
 @pytest.mark.parametrize("make", [LINEAR["weight_before"], LINEAR["swiglu_list"]], ids=["no scale", "scaled"])
 def test_a_kept_activation_is_the_one_that_is_recomputed(device, monkeypatch, make, name):
-    monkeypatch.setattr(run_module, "config", lambda *_: CONFIGS[name])
+    monkeypatch.setattr(run_module, "choose_config", lambda *_: CONFIGS[name])
     torch.manual_seed(0)
     layer, routing = move_layer(device, make(3, 32, 24), torch.bfloat16), draw_routing(19, 2, 3)
     x, grad = torch.randn(2, 19, 32, device=device).bfloat16()
@@ -68,7 +68,7 @@ def test_a_kept_activation_is_the_one_that_is_recomputed(device, monkeypatch, ma
     sample_product({"sliced": "sliced", "separate": "separate"}, {k: k for k in ("h", "x", "all")}, LINEAR, order=1),
 )
 def test_deferred_weight_gradients_are_equal(device, monkeypatch, make, keep, name):
-    monkeypatch.setattr(run_module, "config", lambda *_: CONFIGS[name])
+    monkeypatch.setattr(run_module, "choose_config", lambda *_: CONFIGS[name])
     layer, routing = move_layer(device, make(3, 32, 24), torch.bfloat16), draw_routing(19, 2, 3)
     x, grad = torch.randn(2, 19, 32, device=device).bfloat16()
     there = dataclasses.replace(routing, topk_ids=routing.topk_ids.to(device))
@@ -87,7 +87,7 @@ def test_deferred_weight_gradients_are_equal(device, monkeypatch, make, keep, na
 )
 def test_dh_takes_the_place_of_h(device, monkeypatch, make, keep, name):
     """Write dh into h if allowed, with bitwise equal gradients."""
-    monkeypatch.setattr(run_module, "config", lambda *_: CONFIGS[name])
+    monkeypatch.setattr(run_module, "choose_config", lambda *_: CONFIGS[name])
     layer, routing = move_layer(device, make(3, 32, 24), torch.bfloat16), draw_routing(19, 2, 3)
     there = dataclasses.replace(routing, topk_ids=routing.topk_ids.to(device))
     token_ids, _, offsets, inverse, w = there.build(routing.topk_weights.to(device, torch.bfloat16))
@@ -121,7 +121,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("gate, up, paths", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_separate_parameters_at_any_addresses(device, monkeypatch, gate, up, paths):
-    monkeypatch.setattr(run_module, "config", lambda *_: SMALL)
+    monkeypatch.setattr(run_module, "choose_config", lambda *_: SMALL)
     layer = move_layer(device, LINEAR["swiglu_list"](4, 32, 16), torch.float32)
     x, grad, routing = torch.randn(20, 32), torch.randn(20, 32), draw_routing(20, 2, 4, torch.float32)
     routing = Routing(routing.topk_ids.to(device), routing.topk_weights.to(device), 4)
@@ -139,7 +139,7 @@ def test_separate_parameters_at_any_addresses(device, monkeypatch, gate, up, pat
 @pytest.mark.parametrize("make", LINEAR.values(), ids=LINEAR.keys())
 def test_offsets_of_more_than_32_bits(device, monkeypatch, make):
     """Use 64-bit offsets, as for matrices with distant rows; here for all matrices."""
-    monkeypatch.setattr(run_module, "config", lambda *_: SMALL)
+    monkeypatch.setattr(run_module, "choose_config", lambda *_: SMALL)
     monkeypatch.setattr(weights, "_MAX_OFFSET", 0)
     seen, stock = set(), Weights.operand
 
@@ -170,7 +170,7 @@ def test_matrices_that_need_64_bits():
 
 def test_experts_of_several_dtypes(device, monkeypatch):
     """Accept experts of several dtypes: autocast may have cast some."""
-    monkeypatch.setattr(run_module, "config", lambda *_: SMALL)
+    monkeypatch.setattr(run_module, "choose_config", lambda *_: SMALL)
     layer, routing = move_layer(device, LINEAR["swiglu_list"](4, 32, 16), torch.float32), draw_routing(20, 2, 4)
     there = dataclasses.replace(routing, topk_ids=routing.topk_ids.to(device))
     token_ids, _, offsets, inverse, w = there.build(routing.topk_weights.to(device, torch.bfloat16))
@@ -193,7 +193,7 @@ import torch
 from moefx.lowering.triton import expert_mlp_call as call
 {setting} = "tf32"
 call.target = lambda device: "sm90"
-print(call.matmul_precision(torch.zeros(1)), call.matmul_precision(torch.zeros(1).bfloat16()))
+print(call.choose_matmul_precision(torch.zeros(1)), call.choose_matmul_precision(torch.zeros(1).bfloat16()))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["tf32", "ieee"]
@@ -209,7 +209,7 @@ def test_parts_of_separate_parameters_need_not_be_aligned():
 
 @pytest.mark.parametrize("arrange", [list, transpose_storage])
 def test_halves_of_separate_parameters_at_odd_widths(device, monkeypatch, arrange):
-    monkeypatch.setattr(run_module, "config", lambda *_: SMALL)
+    monkeypatch.setattr(run_module, "choose_config", lambda *_: SMALL)
 
     def make(num_experts: int, d: int, h: int, dtype: torch.dtype = torch.float64) -> Layer:
         layer = LINEAR["swiglu_list"](num_experts, d, h, dtype)
@@ -226,7 +226,7 @@ def test_halves_of_separate_parameters_at_odd_widths(device, monkeypatch, arrang
 
 
 def test_arguments_need_not_be_contiguous(device, monkeypatch):
-    monkeypatch.setattr(run_module, "config", lambda *_: SMALL)
+    monkeypatch.setattr(run_module, "choose_config", lambda *_: SMALL)
     layer = move_layer(device, LINEAR["swiglu_list"](4, 32, 16), torch.float32)
     routing = draw_routing(20, 2, 4, torch.float32)
     routing = Routing(routing.topk_ids.to(device), routing.topk_weights.to(device), 4)
@@ -267,7 +267,7 @@ def make_two_biased_projections(num_experts: int, d: int, h: int, dtype: torch.d
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_biases_of_two_projections_need_not_have_equal_strides(device, monkeypatch, fused):
-    monkeypatch.setattr(run_module, "config", lambda *_: dataclasses.replace(SMALL, fused=fused))
+    monkeypatch.setattr(run_module, "choose_config", lambda *_: dataclasses.replace(SMALL, fused=fused))
 
     def with_strides(layer: Layer) -> Layer:
         wide, other = (b.detach() for b in layer.up_bias)

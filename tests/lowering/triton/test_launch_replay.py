@@ -37,7 +37,7 @@ def run_with_tapes(
 ) -> list[Tensor]:  # fmt: skip
     """Return output and gradients for tensors and a routing from the seed, with these tapes."""
     # As on a GPU, where gradients of separate parameters form one stack.
-    monkeypatch.setattr(expert_gemms, "separate_gradients", lambda *_: False)
+    monkeypatch.setattr(expert_gemms, "has_separate_gradients", lambda *_: False)
     monkeypatch.setattr(launch_replay, "_tapes", tapes)
     torch.manual_seed(seed)
     ids, weights = torch.rand(num_tokens, 3).argsort(1)[:, :2], torch.rand(num_tokens, 2)
@@ -56,7 +56,7 @@ WAYS = {name: (name, keep) for name, keep in (("separate", "h"), ("sliced", "x")
 
 @pytest.mark.parametrize("make, name, keep", sample_product(LINEAR, WAYS, order=1))
 def test_a_replayed_call_equals_its_host_code(device, monkeypatch, plays, make, name, keep):
-    monkeypatch.setattr(run_module, "config", lambda *_: CONFIGS[name])
+    monkeypatch.setattr(run_module, "choose_config", lambda *_: CONFIGS[name])
     layer, tapes = move_layer(device, make(3, 32, 40), torch.float32), {}
     options = dict(keep=keep, reduce=True)
     run_with_tapes(layer, device, 0, tapes, monkeypatch, **options)
@@ -71,8 +71,8 @@ def test_a_replayed_call_equals_its_host_code(device, monkeypatch, plays, make, 
 @pytest.mark.parametrize("reduce", [True, False])
 @pytest.mark.parametrize("name", ["descriptors", "separate"])
 def test_numbers_of_tokens_are_on_no_tape(device, monkeypatch, plays, name, reduce):
-    """Replay calls with different numbers of tokens: `padded_row_count` keeps the sizes of the buffers."""
-    monkeypatch.setattr(run_module, "config", lambda *_: CONFIGS[name])
+    """Replay calls with different numbers of tokens: `round_up_rows` keeps the sizes of the buffers."""
+    monkeypatch.setattr(run_module, "choose_config", lambda *_: CONFIGS[name])
     layer, tapes = move_layer(device, LINEAR["swiglu_list"](3, 32, 40), torch.float32), {}
     for number, num_tokens in enumerate((17, 23)):
         options = dict(num_tokens=num_tokens, num_rows=30, reduce=reduce)
@@ -190,7 +190,7 @@ def test_memory_is_freed_when_the_host_code_frees_it(device, monkeypatch):
 
 
 def test_a_replay_counts_weights_equally(device, monkeypatch, plays):
-    monkeypatch.setattr(run_module, "config", lambda *_: CONFIGS["sliced"])
+    monkeypatch.setattr(run_module, "choose_config", lambda *_: CONFIGS["sliced"])
     layer, tapes, counted = move_layer(device, LINEAR["weight_before"](3, 32, 40), torch.float32), {}, []
     layer.down[0] = layer.down[0].detach().mT.contiguous().mT.requires_grad_()  # other strides need a copy
     for _ in range(2):
@@ -201,7 +201,7 @@ def test_a_replay_counts_weights_equally(device, monkeypatch, plays):
 
 
 def test_a_replay_gives_ignored_weights_zero_gradients(device, monkeypatch, plays):
-    monkeypatch.setattr(run_module, "config", lambda *_: CONFIGS["sliced"])
+    monkeypatch.setattr(run_module, "choose_config", lambda *_: CONFIGS["sliced"])
     monkeypatch.setattr(launch_replay, "_tapes", {})
     layer = move_layer(device, LINEAR["weight_before"](3, 32, 40), torch.float32)
     body = dataclasses.replace(layer.body, act=("silu", "a0")).to_json()

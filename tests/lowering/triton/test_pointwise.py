@@ -293,7 +293,7 @@ UNTAKEN = {
         ExpertBody((Gemm(1, True, bias=True), Gemm(1, True)), ((0, *WHOLE), (1, *WHOLE)), SWIGLU, Gemm(1, True)),
         "bias",
     ),
-    "bias_apart": (
+    "separate_bias_dtype": (
         ExpertBody((Gemm(1, True, bias=True, bias_dtype="float32"),), ((0, *WHOLE),), SILU, Gemm(1, True)),
         "a bias has another dtype, float32",
     ),

@@ -21,8 +21,8 @@ def test_the_stages_of_a_step(device, monkeypatch):
         work()
         return 1.0
 
-    monkeypatch.setattr(stages, "milliseconds", one)
-    monkeypatch.setattr(stages, "settle", one)
+    monkeypatch.setattr(stages, "measure_milliseconds", one)
+    monkeypatch.setattr(stages, "settle_clock", one)
     case = MlpPieces(SMALL, device=device)
     rows = {row["stage"]: row for row in stages.measure_stages(case)}
     assert list(rows)[:4] == ["routing", "up", "down", "combine"]

@@ -24,7 +24,7 @@ TOKENS, SLOTS, EXPERTS, WIDTH = 20, 2, 3, 16
 @pytest.fixture(autouse=True)
 def run_kernels(device, monkeypatch):
     """Run the kernels, with small tiles, and without stashes of other tests."""
-    monkeypatch.setattr(run_module, "config", lambda *_: CONFIGS["sliced"])
+    monkeypatch.setattr(run_module, "choose_config", lambda *_: CONFIGS["sliced"])
     activation_stash._stashes.clear()
     with op_providers.force("expert_mlp", "triton"), op_providers.force("expert_mlp_backward", "triton"):
         yield

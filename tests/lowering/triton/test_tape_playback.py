@@ -20,27 +20,27 @@ CPU = torch.device("cpu")
 
 
 def draw_tape(seed: int) -> tuple[list, list[int], dict[int, int]]:
-    """Return steps that allocate, launch and free, the results' slots, and the bytes of each buffer."""
+    """Return steps that allocate, launch and free, the results' registers, and the bytes of each buffer."""
     draw = random.Random(seed)
     sizes, alive, steps = dict[int, int](), list[int](), []
     for _ in range(60):
         kind = draw.random()
         if kind < 0.4:
-            slot = 1 + len(sizes)
-            sizes[slot] = draw.choice((0, 1, 511, 512, 513, 4096, tape_playback._SMALL + 1))
-            steps.append(Allocate(slot, (sizes[slot],), torch.uint8, CPU))
-            alive.append(slot)
+            register = 1 + len(sizes)
+            sizes[register] = draw.choice((0, 1, 511, 512, 513, 4096, tape_playback._MAX_WORKSPACE_BUFFER + 1))
+            steps.append(Allocate(register, (sizes[register],), torch.uint8, CPU))
+            alive.append(register)
         elif kind < 0.6 and len(alive) > 2:
-            slot = alive.pop(draw.randrange(len(alive)))
-            steps.append(Free(slot))
+            register = alive.pop(draw.randrange(len(alive)))
+            steps.append(Free(register))
         elif alive:
             used = draw.sample(alive, min(3, len(alive)))
             steps.append(Launch(lambda *_: None, [None] * 3, [(i, s, 0) for i, s in enumerate(used)], ()))
         if alive and kind > 0.95:
-            slot = 1 + len(sizes)
-            sizes[slot] = 8
-            steps.append(Apply(slot, lambda t: t[:8].clone(), ((alive[0], None),)))
-            alive.append(slot)
+            register = 1 + len(sizes)
+            sizes[register] = 8
+            steps.append(Apply(register, lambda t: t[:8].clone(), ((alive[0], None),)))
+            alive.append(register)
     return steps, alive[:1], sizes
 
 
@@ -53,23 +53,25 @@ def test_buffers_of_the_workspace_overlap_only_if_one_is_free(monkeypatch, seed)
     moved_launches = [s for s in moved_steps if isinstance(s, Launch)]
     workspace, place = total - 1, dict[int, int]()
     for before, after in zip(launches, moved_launches, strict=True):
-        for (_, slot, _), (_, now, offset) in zip(before.pointers, after.pointers, strict=True):
+        for (_, register, _), (_, now, offset) in zip(before.pointers, after.pointers, strict=True):
             if now == workspace:
-                assert place.setdefault(slot, offset) == offset, "a buffer moved"
+                assert place.setdefault(register, offset) == offset, "a buffer moved"
             else:
-                assert now == slot
-    (buffer,) = [s for s in moved_steps if isinstance(s, Allocate) and s.slot == workspace]
+                assert now == register
+    (buffer,) = [s for s in moved_steps if isinstance(s, Allocate) and s.register == workspace]
     alive: set[int] = set()
     for step in steps:
-        if isinstance(step, Allocate) and step.slot in place:
-            alive.add(step.slot)
+        if isinstance(step, Allocate) and step.register in place:
+            alive.add(step.register)
             spans = sorted((place[s], place[s] + sizes[s]) for s in alive if sizes[s])
             assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
             assert max((end for _, end in spans), default=0) <= buffer.num_bytes
         elif isinstance(step, Free):
-            alive.discard(step.slot)
+            alive.discard(step.register)
     assert place, "the tape moves no buffer"
-    assert not {s.slot for s in steps if isinstance(s, Allocate) and s.num_bytes > tape_playback._SMALL} & {*place}
+    assert not {
+        s.register for s in steps if isinstance(s, Allocate) and s.num_bytes > tape_playback._MAX_WORKSPACE_BUFFER
+    } & {*place}
 
 
 def test_launches_keep_their_order_around_frees_and_functions(monkeypatch):
@@ -77,8 +79,8 @@ def test_launches_keep_their_order_around_frees_and_functions(monkeypatch):
     monkeypatch.setattr(tape_playback.launching, "INTERPRETED", True)  # no workspace
     done: list[str] = []
 
-    def launch(name: str, slot: int) -> Launch:
-        return Launch(lambda *_: done.append(name), [None], [(0, slot, 0)], ())
+    def launch(name: str, register: int) -> Launch:
+        return Launch(lambda *_: done.append(name), [None], [(0, register, 0)], ())
 
     def shorten(tensor: torch.Tensor) -> torch.Tensor:
         done.append("function")

@@ -38,20 +38,20 @@ def table(monkeypatch, tmp_path):
     monkeypatch.setenv("MOEFX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tuning, "_used", {})
     monkeypatch.setattr(autotune, "_spent", 0.0)
-    tuning._entries.cache_clear()
+    tuning._load_entries.cache_clear()
     yield
-    tuning._entries.cache_clear()
+    tuning._load_entries.cache_clear()
 
 
 @pytest.fixture
 def hopper(monkeypatch):
-    monkeypatch.setattr(tile_configs, "target", lambda device: "sm90")
+    monkeypatch.setattr(tile_configs, "get_target", lambda device: "sm90")
 
 
 def test_the_nearest_tuned_shape_and_why(hopper):
     chosen, why, distance = tuning.find_nearest_config("down", CPU, torch.bfloat16, (2048, 700, 1000))
     assert why == "tuned for [768 -> 2048], 1024 rows an expert" and distance < 0.1
-    assert chosen == tuning.config("down", CPU, torch.bfloat16, (2048, 700, 1000))
+    assert chosen == tuning.choose_config("down", CPU, torch.bfloat16, (2048, 700, 1000))
     (line,) = triton.list_configurations()
     assert line == f"down bfloat16 [700 -> 2048], 1000 rows an expert: {chosen.text}; {why}"
 
@@ -59,9 +59,9 @@ def test_the_nearest_tuned_shape_and_why(hopper):
 def test_untuned_targets_get_defaults(hopper, monkeypatch):
     chosen, why, _ = tuning.find_nearest_config("up", CPU, torch.float32, SHAPE)
     assert not chosen.roles and why.startswith("the default: nothing is tuned for sm90")
-    monkeypatch.setattr(tuning, "_entries", functools.cache(lambda device: {}))
+    monkeypatch.setattr(tuning, "_load_entries", functools.cache(lambda device: {}))
     assert tuning.find_nearest_config("up", CPU, torch.float16, SHAPE)[0].roles
-    monkeypatch.setattr(tile_configs, "target", lambda device: "gfx942")
+    monkeypatch.setattr(tile_configs, "get_target", lambda device: "gfx942")
     assert not tuning.find_nearest_config("up", CPU, torch.bfloat16, SHAPE)[0].roles
 
 
@@ -72,10 +72,10 @@ def test_float16_is_cut_as_bfloat16(hopper, monkeypatch):
         )
         assert chosen == wanted and reason == f"{why}, bfloat16"
     float16_config = Config(64, 64, 64, warps=4, stages=2)  # one of two equally near entries
-    tuning._entries(CPU).setdefault(("sm90", "float16", "up"), []).append((SHAPE, float16_config, "here for"))
+    tuning._load_entries(CPU).setdefault(("sm90", "float16", "up"), []).append((SHAPE, float16_config, "here for"))
     assert tuning.find_nearest_config("up", CPU, torch.float16, SHAPE)[:2] == (
         float16_config,
-        f"tuned here for {tuning._text(SHAPE)}",
+        f"tuned here for {tuning._format_shape(SHAPE)}",
     )
 
 
@@ -96,7 +96,7 @@ def test_text_names_settings_that_differ_from_the_default():
 
 
 def test_the_interpreter_leaves_no_trace():
-    tuning.config("up", CPU, torch.float32, SHAPE)
+    tuning.choose_config("up", CPU, torch.float32, SHAPE)
     assert not triton.list_configurations()
 
 
@@ -116,7 +116,7 @@ def test_tables_of_the_user_s(hopper, monkeypatch, tmp_path):
     )
     fields = '"target": "sm90", "dtype": "bfloat16", "kernel": "down"'
     for text in ("{", f"{{{fields}}}", f'{{{fields}, "shape": [1], "config": {{}}}}', "[]"):
-        tuning._entries.cache_clear()
+        tuning._load_entries.cache_clear()
         (tmp_path / "bad").write_text((tmp_path / "good").read_text() + text)
         monkeypatch.setattr(tuning, "TABLE", tmp_path / "bad")
         with pytest.raises(InvalidPlan, match=r"bad:2 is not a line of a tuning table"):
@@ -133,7 +133,7 @@ class Gpu:
         self.fast, self.too_large, self.tried, self.seconds = None, [], [], 0.0
         monkeypatch.setenv("MOEFX_AUTOTUNE", "600")
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        monkeypatch.setattr(autotune, "milliseconds", self.milliseconds)
+        monkeypatch.setattr(autotune, "measure_milliseconds", self.milliseconds)
         monkeypatch.setattr(autotune.time, "perf_counter", lambda: self.seconds)
 
     def trial(self, tiles):
@@ -147,7 +147,7 @@ class Gpu:
         return 1.0 if self.tried[-1] == self.fast else 2.0
 
     def config(self, shape=FAR, kernel="up", experts=128):
-        return tuning.config(kernel, CPU, torch.bfloat16, shape, experts, self.trial)
+        return tuning.choose_config(kernel, CPU, torch.bfloat16, shape, experts, self.trial)
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ class TestTuning:
             gpu.tried.clear()
             near = (shape[0], shape[1], 100)
             assert gpu.config(shape) == gpu.config(near) == fast and not gpu.tried
-            tuning._entries.cache_clear()  # another process
+            tuning._load_entries.cache_clear()  # another process
             assert gpu.config(shape) == fast and not gpu.tried
             assert tuning.find_nearest_config("up", CPU, torch.bfloat16, near)[1].startswith("tuned here for")
         assert len(autotune.read_cached_lines(tuning.gpu_name(CPU))) == 2
@@ -256,7 +256,7 @@ class TestTuning:
             raise RuntimeError("an illegal memory access was encountered")
 
         with pytest.raises(RuntimeError, match="illegal"):
-            tuning.config("up", CPU, torch.bfloat16, FAR, 128, trial)
+            tuning.choose_config("up", CPU, torch.bfloat16, FAR, 128, trial)
 
     @pytest.mark.parametrize("source", ["lowering/formula.py", "lowering/epilogue.py", "lowering/triton/tiles.py"])
     def test_another_source_of_the_kernels_has_another_file(self, source, monkeypatch):
@@ -279,15 +279,15 @@ class TestTuning:
             line.replace('"warps": ', '"warps": null, "x": '),
         ]
         file.write_text("\n".join([line, *bad, ""]))
-        tuning._entries.cache_clear()
+        tuning._load_entries.cache_clear()
         gpu.tried.clear()
         assert gpu.config() == first and not gpu.tried
         assert caplog.text.count("skipped a line that is not a configuration") == len(bad)
         second = (8 * FAR[0], *FAR[1:])
         file.write_bytes(file.read_bytes() + b"\xff{")  # half a line of another process
-        tuning._entries.cache_clear()
+        tuning._load_entries.cache_clear()
         gpu.config(second)
-        tuning._entries.cache_clear()
+        tuning._load_entries.cache_clear()
         gpu.tried.clear()
         gpu.config(second)
         assert not gpu.tried
@@ -306,13 +306,13 @@ class TestTuning:
                 raise RuntimeError("Triton Error [CUDA]: too many resources requested for launch")
             gpu.trial(tiles)
 
-        assert tuning.config("up", CPU, torch.bfloat16, FAR, 128, trial) == candidates[-1]
+        assert tuning.choose_config("up", CPU, torch.bfloat16, FAR, 128, trial) == candidates[-1]
 
     def test_no_memory_left_for_timing(self, gpu, monkeypatch):
         def milliseconds(work, **_):
             raise torch.cuda.OutOfMemoryError("out of memory")
 
-        monkeypatch.setattr(autotune, "milliseconds", milliseconds)
+        monkeypatch.setattr(autotune, "measure_milliseconds", milliseconds)
         assert gpu.config() == tuning.find_nearest_config("up", CPU, torch.bfloat16, FAR)[0]
         assert autotune.seconds_left() < 600
 
@@ -335,7 +335,7 @@ class TestTuning:
 )
 def test_trials_change_nothing(monkeypatch, device, case, keep):
     """Run every kernel with other configurations first, which changes no bit, and replay the next call."""
-    monkeypatch.setattr(experts, "separate_gradients", lambda *_: False)  # as on a GPU
+    monkeypatch.setattr(experts, "has_separate_gradients", lambda *_: False)  # as on a GPU
     torch.manual_seed(0)
     layer = move_layer(device, case(3, 16, 24, torch.float32), torch.float32)
     x = torch.randn(12, 16).to(device)
@@ -347,7 +347,7 @@ def test_trials_change_nothing(monkeypatch, device, case, keep):
     tried = []
 
     def config(kernel, device, dtype, shape, num_experts, trial, with_trials=False):
-        first = tuning.config(kernel, device, dtype, shape)
+        first = tuning.choose_config(kernel, device, dtype, shape)
         with autotune.pause_recording():
             for tiles in tile_configs.list_candidates(kernel, device, dtype)[1:3] if with_trials else ():
                 trial(tiles)
@@ -358,12 +358,12 @@ def test_trials_change_nothing(monkeypatch, device, case, keep):
         out, *kept = expert_mlp_steps.expert_mlp(*args, **options)
         return [out, *expert_mlp_steps.expert_mlp_backward(grad, *args, kept, **options, needs=[True] * 6)]
 
-    monkeypatch.setattr(run_module, "config", config)
+    monkeypatch.setattr(run_module, "choose_config", config)
     launch_replay._tapes.clear()
     expected = run()
     launch_replay._tapes.clear()
     tried.clear()
-    monkeypatch.setattr(run_module, "config", functools.partial(config, with_trials=True))
+    monkeypatch.setattr(run_module, "choose_config", functools.partial(config, with_trials=True))
     first = run()
     assert set(tried) == set(KERNELS)
     tried.clear()

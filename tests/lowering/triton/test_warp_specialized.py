@@ -49,7 +49,7 @@ def launched(monkeypatch):
     "configs", [CONFIGS, NARROW, GATHERED, SEPARATE], ids=["fused", "narrow", "gathered", "separate"]
 )
 def test_outputs_and_gradients_equal_the_reference(monkeypatch, launched, make, dtype, keep, reduce, configs):
-    monkeypatch.setattr(run_module, "config", lambda kernel, *_: configs[kernel])
+    monkeypatch.setattr(run_module, "choose_config", lambda kernel, *_: configs[kernel])
     routing = draw_routing(700, 3, 6)
     routing.topk_ids[routing.topk_ids == 3] = 1  # an expert without tokens
     check(make, "cuda", dtype, routing, 328, 264, stack_parameters, keep=keep, reduce=reduce)
@@ -59,13 +59,13 @@ def test_outputs_and_gradients_equal_the_reference(monkeypatch, launched, make, 
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
 @pytest.mark.parametrize("configs", [CONFIGS, NARROW, GATHERED], ids=["fused", "narrow", "gathered"])
 def test_more_tiles_than_multiprocessors(monkeypatch, launched, make, configs):
-    monkeypatch.setattr(run_module, "config", lambda kernel, *_: configs[kernel])
+    monkeypatch.setattr(run_module, "choose_config", lambda kernel, *_: configs[kernel])
     check(make, "cuda", torch.bfloat16, draw_routing(6000, 2, 12), 512, 768, stack_parameters, keep="h", reduce=True)
     assert launched == PRODUCT | POINT
 
 
 def test_dropped_choices_launch_the_specialized_kernels(monkeypatch, launched):
-    monkeypatch.setattr(run_module, "config", lambda kernel, *_: CONFIGS[kernel])
+    monkeypatch.setattr(run_module, "choose_config", lambda kernel, *_: CONFIGS[kernel])
     routing = draw_routing(300, 2, 4)
     routing = dataclasses.replace(routing, keep=torch.rand(300, 2) < 0.7)
     check(LINEAR["swiglu_list"], "cuda", torch.bfloat16, routing, 128, 256, stack_parameters, keep="h", reduce=True)
@@ -73,7 +73,7 @@ def test_dropped_choices_launch_the_specialized_kernels(monkeypatch, launched):
 
 
 def test_rows_behind_the_last_one_are_never_read(monkeypatch):
-    monkeypatch.setattr(run_module, "config", lambda kernel, *_: CONFIGS[kernel])
+    monkeypatch.setattr(run_module, "choose_config", lambda kernel, *_: CONFIGS[kernel])
     layer = LINEAR["interleaved_clamped"](4, 256, 136, torch.bfloat16)
     for name in ("up", "up_bias", "down", "down_bias"):
         setattr(layer, name, [p.detach().cuda() for p in getattr(layer, name)])
@@ -99,7 +99,7 @@ def test_rows_behind_the_last_one_are_never_read(monkeypatch):
 
 
 def test_unsupported_tensors_use_the_other_kernels(monkeypatch, launched):
-    monkeypatch.setattr(run_module, "config", lambda kernel, *_: CONFIGS[kernel])
+    monkeypatch.setattr(run_module, "choose_config", lambda kernel, *_: CONFIGS[kernel])
     check(
         LINEAR["swiglu_list"],
         "cuda",
@@ -116,7 +116,7 @@ def test_unsupported_tensors_use_the_other_kernels(monkeypatch, launched):
 
 @pytest.mark.parametrize("configs", [CONFIGS, GATHERED], ids=["fused", "gathered"])
 def test_results_repeat_bit_by_bit(monkeypatch, configs):
-    monkeypatch.setattr(run_module, "config", lambda kernel, *_: configs[kernel])
+    monkeypatch.setattr(run_module, "choose_config", lambda kernel, *_: configs[kernel])
     layer = LINEAR["swiglu_list"](8, 512, 512, torch.bfloat16)
     for name in ("up", "up_bias", "down", "down_bias"):
         setattr(layer, name, [p.detach().cuda() for p in getattr(layer, name)])

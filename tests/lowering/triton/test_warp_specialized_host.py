@@ -28,7 +28,7 @@ def list_launched(
     for module in (exchange_ops, warp_specialized, expert_mlp_call, expert_mlp_backward_call):
         monkeypatch.setattr(module, "launch", lambda kernel, *_, **__: names.add(kernel.__name__))
     monkeypatch.setattr(expert_mlp_steps, "replay_or_record", lambda key, inputs, constants, host_code, *_: host_code())
-    monkeypatch.setattr(expert_mlp_call, "config", lambda kernel, *_: configs[kernel])
+    monkeypatch.setattr(expert_mlp_call, "choose_config", lambda kernel, *_: configs[kernel])
     parts = ((0, None, None, 2), (0, 1, None, 2)) if interleaved else ((0, None, h, 1), (0, h, None, 1))
     act = ("mul.Tensor", ("silu", "a0"), "a1")
     body = ExpertBody(
@@ -76,7 +76,7 @@ def test_rows_that_are_not_aligned(monkeypatch):
 
 
 def test_only_aligned_tensors_of_16_bits_fit():
-    assert not warp_specialized._fit(torch.empty(8, 8)) and warp_specialized._fit(
+    assert not warp_specialized._can_describe(torch.empty(8, 8)) and warp_specialized._can_describe(
         torch.empty(8, 8, dtype=torch.float16)
     )
-    assert not warp_specialized._fit(torch.empty(8, 12, dtype=torch.float16))
+    assert not warp_specialized._can_describe(torch.empty(8, 12, dtype=torch.float16))

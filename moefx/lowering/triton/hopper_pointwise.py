@@ -1,6 +1,6 @@
-"""The GEMMs of `hopper` followed by the pointwise part, in warps of its own (`point`).
+"""The GEMMs of `hopper` followed by the pointwise part, which runs in separate warps.
 
-A tile's product goes to them through shared memory, 64 columns at a time, while the next one is added up.
+They read a tile's product from shared memory, 64 columns at a time, while the next product is accumulated.
 """
 
 from __future__ import annotations
@@ -10,7 +10,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .hopper import rows_load
-from .hopper_ring import PIECE, eights, in_pieces, locate_block, multiply_blocks, row_ring, view
+from .hopper_ring import (
+    PIECE,
+    allocate_row_ring,
+    locate_block,
+    mark_multiple_of_8,
+    multiply_blocks,
+    split_into_pieces,
+    view,
+)
 from .tiles import locate_rows
 
 
@@ -27,13 +35,13 @@ def _stage(dtype: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
 
 
 @gluon.jit
-def _point_multiply(
+def _multiply_for_pointwise(
     schedule, max_tiles, bias0, bias1, bias_expert, bias_column, width, inner, num_tiles,
     row_buffers, w_buffers, full, empty, staged, staged_full, staged_empty,
     FENCE: gl.constexpr, PAIRED: gl.constexpr, JOINED: gl.constexpr, HAS_BIAS: gl.constexpr,
     TILE: gl.constexpr, COLUMNS_FIRST: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Store a tile's products, rounded, for the point warps."""
+    """Store a tile's products, rounded, for the pointwise warps."""
     STAGES: gl.constexpr = row_buffers.shape[0]
     BM: gl.constexpr = row_buffers.shape[1]
     BK: gl.constexpr = row_buffers.shape[2]
@@ -48,7 +56,7 @@ def _point_multiply(
         acc = gl.zeros([BM, BN], gl.float32, MMA)
         acc = multiply_blocks(acc, row_buffers, w_buffers, full, empty, block, num_blocks, COLUMNS_FIRST, FENCE)
         block += num_blocks
-        pieces = in_pieces(acc)
+        pieces = split_into_pieces(acc)
         mbarrier.wait(staged_empty, (turn & 1) ^ 1)
         for i in gl.static_range(BN // PIECE):
             piece = pieces[i]
@@ -80,7 +88,7 @@ def _store_act(
     act, v0, v1, row_weights, first_row, n, c, end, width, ACT: gl.constexpr, JOINED: gl.constexpr,
     USES_WEIGHT: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
-    """Return the activation of the c-th piece of a tile."""
+    """Store the activation of the c-th piece of a tile."""
     if JOINED:
         v0, v1 = v0.reshape([v0.shape[0], v0.shape[1] // 2, 2]).split()
     ROWS: gl.constexpr = v0.shape[0]
@@ -94,14 +102,14 @@ def _store_act(
 
 
 @gluon.jit
-def _up_point(
+def _up_pointwise(
     schedule, max_tiles, row_weights, h0, h1, h_row, act, width, num_tiles, staged, staged_full,
     staged_empty,
     ACT: gl.constexpr, PARTS: gl.constexpr, JOINED: gl.constexpr, USES_WEIGHT: gl.constexpr, STORE_H: gl.constexpr,
     STORE_ACT: gl.constexpr, TILE: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Store H and the activation of each tile."""
-    width, h_row = eights(width), eights(h_row)
+    width, h_row = mark_multiple_of_8(width), mark_multiple_of_8(h_row)
     BM: gl.constexpr = staged.shape[1]
     PIECES: gl.constexpr = staged.shape[0]
     CHUNKS: gl.constexpr = BM // ROWS
@@ -147,7 +155,7 @@ def hopper_up_kernel(
     ACT: gl.constexpr, PARTS: gl.constexpr, JOINED: gl.constexpr, GATHER: gl.constexpr, COLUMNS_FIRST: gl.constexpr,
     HAS_BIAS: gl.constexpr, USES_WEIGHT: gl.constexpr, STORE_H: gl.constexpr, STORE_ACT: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    ROWS: gl.constexpr, POINT_WARPS: gl.constexpr,
+    ROWS: gl.constexpr, POINTWISE_WARPS: gl.constexpr,
 ):  # fmt: skip
     """See `gemm_forward.up_kernel`. BN: columns of the product, of both parts together."""
     PAIRED: gl.constexpr = PARTS == 2 and not JOINED
@@ -155,11 +163,13 @@ def hopper_up_kernel(
     W_BUFFERS: gl.constexpr = 2 if PAIRED else 1
     num_tiles = gl.load(schedule + 3 * max_tiles) * gl.cdiv(width, TILE)
     staged, staged_full, staged_empty = _stage(w0.dtype, BM, BN)
-    row_buffers, w_buffers, full, empty = row_ring(w0.dtype, BM, BK, BN // W_BUFFERS, W_BUFFERS, COLUMNS_FIRST, STAGES)
+    row_buffers, w_buffers, full, empty = allocate_row_ring(
+        w0.dtype, BM, BK, BN // W_BUFFERS, W_BUFFERS, COLUMNS_FIRST, STAGES
+    )
     gl.warp_specialize(
         [
             (
-                _point_multiply,
+                _multiply_for_pointwise,
                 (
                     schedule, max_tiles, bias0, bias1, bias_expert, bias_column, width, inner,
                     num_tiles, row_buffers, w_buffers, full, empty, staged, staged_full, staged_empty,
@@ -175,14 +185,14 @@ def hopper_up_kernel(
                 ),
             ),
             (
-                _up_point,
+                _up_pointwise,
                 (
                     schedule, max_tiles, row_weights, h0, h1, h_row, act, width, num_tiles, staged,
                     staged_full, staged_empty, ACT, PARTS, JOINED, USES_WEIGHT, STORE_H, STORE_ACT, TILE, GROUP, ROWS,
                 ),
             ),
         ],
-        [4, POINT_WARPS],
+        [4, POINTWISE_WARPS],
         [48, 112],
     )  # fmt: skip
 
@@ -226,7 +236,7 @@ def _store_parts(
 
 
 @gluon.jit
-def _act_backward_point(
+def _act_backward_pointwise(
     schedule, max_tiles, row_weights, h0, h1, dh0, dh1, h_row, scaled_act, dots, num_rows, width,
     num_tiles, staged, staged_full, staged_empty,
     VJP: gl.constexpr, SCALE: gl.constexpr, PARTS: gl.constexpr, HAS_SCALE: gl.constexpr, USES_WEIGHT: gl.constexpr,
@@ -234,7 +244,7 @@ def _act_backward_point(
     ROWS: gl.constexpr,
 ):  # fmt: skip
     """Store dH, scale * A and the sums <dA', A> of each tile, as `gemm_backward.act_backward_kernel` does."""
-    width, h_row = eights(width), eights(h_row)
+    width, h_row = mark_multiple_of_8(width), mark_multiple_of_8(h_row)
     BM: gl.constexpr = staged.shape[1]
     PIECES: gl.constexpr = staged.shape[0]
     CHUNKS: gl.constexpr = BM // ROWS
@@ -257,8 +267,8 @@ def _act_backward_point(
         mbarrier.wait(staged_full, turn & 1)
         for r in range(CHUNKS):
             row = first_row + r * ROWS + within
-            is_mine = row < end
-            # The next rows, of this or the next tile, are loaded meanwhile. Each piece goes into the registers of the
+            in_expert = row < end
+            # Load the next rows, of this or the next tile, at the same time. Each piece goes into the registers of the
             # same piece of the current rows, because a copy between registers would wait for the load.
             is_last = r == CHUNKS - 1
             then_row = gl.where(is_last, next_row, first_row + (r + 1) * ROWS)
@@ -295,10 +305,10 @@ def _act_backward_point(
             if STORE_DOTS:
                 sums = dots + n.to(gl.int64) * num_rows + row
                 if HAS_SCALE:
-                    gl.store(sums, gl.sum(dot, 1), mask=is_mine)
+                    gl.store(sums, gl.sum(dot, 1), mask=in_expert)
                     sums += gl.cdiv(width, BN).to(gl.int64) * num_rows
                 if USES_WEIGHT:
-                    gl.store(sums, gl.sum(by_weight, 1), mask=is_mine)
+                    gl.store(sums, gl.sum(by_weight, 1), mask=in_expert)
         mbarrier.arrive(staged_empty, count=1)
         turn += 1
 
@@ -311,16 +321,16 @@ def hopper_act_backward_kernel(
     COLUMNS_FIRST: gl.constexpr,
     HAS_SCALE: gl.constexpr, USES_WEIGHT: gl.constexpr, STORE_ACT: gl.constexpr, STORE_DOTS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    ROWS: gl.constexpr, POINT_WARPS: gl.constexpr,
+    ROWS: gl.constexpr, POINTWISE_WARPS: gl.constexpr,
 ):  # fmt: skip
     """See `gemm_backward.act_backward_kernel`."""
     num_tiles = gl.load(schedule + 3 * max_tiles) * gl.cdiv(width, BN)
     staged, staged_full, staged_empty = _stage(w0.dtype, BM, BN)
-    row_buffers, w_buffers, full, empty = row_ring(w0.dtype, BM, BK, BN, 1, COLUMNS_FIRST, STAGES)
+    row_buffers, w_buffers, full, empty = allocate_row_ring(w0.dtype, BM, BK, BN, 1, COLUMNS_FIRST, STAGES)
     gl.warp_specialize(
         [
             (
-                _point_multiply,
+                _multiply_for_pointwise,
                 (
                     schedule, max_tiles, None, None, 0, 0, width, inner, num_tiles, row_buffers,
                     w_buffers, full, empty, staged, staged_full, staged_empty, GATHER, False, False, False, BN,
@@ -336,7 +346,7 @@ def hopper_act_backward_kernel(
                 ),
             ),
             (
-                _act_backward_point,
+                _act_backward_pointwise,
                 (
                     schedule, max_tiles, row_weights, h0, h1, dh0, dh1, h_row, scaled_act, dots,
                     num_rows, width, num_tiles, staged, staged_full, staged_empty, VJP, SCALE, PARTS, HAS_SCALE,
@@ -344,6 +354,6 @@ def hopper_act_backward_kernel(
                 ),
             ),
         ],
-        [4, POINT_WARPS],
-        [40, 136] if POINT_WARPS == 4 else [48, 112],
+        [4, POINTWISE_WARPS],
+        [40, 136] if POINTWISE_WARPS == 4 else [48, 112],
     )  # fmt: skip
