@@ -92,7 +92,7 @@ def _insert_exchanges(
         The exchange of each chunk of tokens, in the order of their starts.
     """
     token_values, slot_values = (
-        list(dict.fromkeys(map(routed.get_source, at))) for at in (routed.token_gathers, routed.slot_gathers)
+        list(dict.fromkeys(map(routed.get_source, gathers))) for gathers in (routed.token_gathers, routed.slot_gathers)
     )
     weights = get_argument(routed.pft, "topk_weights")
     if routed.has_weights and weights not in slot_values:
@@ -156,7 +156,7 @@ def _hash_exchange(routed: RoutedRegion, sent: list[fx.Node], placement: Placeme
     ]
     for node in sent:
         value = node.meta.get("val")
-        lines.append(f"{describe(node)} {getattr(value, 'dtype', None)} {node.meta.get('letters')} {_width(value)}")
+        lines.append(f"{describe(node)} {getattr(value, 'dtype', None)} {node.meta.get('letters')} {_get_width(value)}")
     for node in routed.region:
         lines.append(f"{describe(node)} = {node.target} {fx.map_arg((node.args, node.kwargs), describe)}")
     return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
@@ -168,9 +168,12 @@ def _insert_destinations(routed: RoutedRegion, placement: Placement, routes: Exc
     if routed.pft.kwargs.get("capacity") is not None:
         keep = routed.emit_keep_mask()  # dropped slots are not sent
     per_rank = placement.experts_per_rank
-    positions = [routes.position_of(p // per_rank) * per_rank + p % per_rank for p in placement.physical_ids]
+    expert_destinations = [
+        routes.position_of(physical_id // per_rank) * per_rank + physical_id % per_rank
+        for physical_id in placement.physical_ids
+    ]
     letters = topk_ids.meta.get("letters", ("S", "K"))
-    return routed.call(ops.place_choices.default, (topk_ids, keep), {"places": positions}, letters)
+    return routed.call(ops.place_choices.default, (topk_ids, keep), {"places": expert_destinations}, letters)
 
 
 def _insert_chunks(routed: RoutedRegion, destinations: fx.Node, chunks: int) -> list[fx.Node]:
@@ -208,7 +211,7 @@ def _insert_splits(
     return routed.unpack(splits, letters, names)
 
 
-def _width(value: Any) -> int | None:
+def _get_width(value: Any) -> int | None:
     """Return the width of a tensor with rows, if it is a number."""
     return value.shape[-1] if getattr(value, "ndim", 0) > 1 and isinstance(value.shape[-1], int) else None
 

@@ -127,12 +127,12 @@ def _run_without_rank_1(leave) -> None:
     if dist.get_rank() == 1:
         leave()
         os._exit(0)
-    start_all_to_all = time.monotonic()
+    start = time.monotonic()
     try:
         compiled(torch.randn(5, D))
     except RanksLost as found:
         assert f"rank {dist.get_rank()} waits for rows of other ranks" in str(found)
-        assert time.monotonic() - start_all_to_all < 11
+        assert time.monotonic() - start < 11
         os._exit(0)  # the group is broken
     raise AssertionError("went on")
 

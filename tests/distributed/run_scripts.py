@@ -27,8 +27,8 @@ def run(file: str) -> int:
     # torchrun's store holds the addresses of earlier scripts.
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(f"{file}.store", world)
-    start_all_to_all = dist.init_process_group
-    dist.init_process_group = lambda backend: start_all_to_all(backend, store=store, rank=rank, world_size=world)
+    start = dist.init_process_group
+    dist.init_process_group = lambda backend: start(backend, store=store, rank=rank, world_size=world)
     try:
         runpy.run_path(file, run_name="__main__")
         sys.stdout.flush()

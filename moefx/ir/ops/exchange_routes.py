@@ -319,11 +319,11 @@ class _CountsLayout:
     def sent_indices(self, device: torch.device) -> Tensor:
         """Return the indices of the counts that are sent to each position, [positions, numbers]."""
         if device not in self._indices:
-            indices = [self._indices_for(p) for p in range(math.prod(self.levels))]
+            indices = [self._list_indices_for(p) for p in range(math.prod(self.levels))]
             self._indices[device] = torch.tensor(indices, device=device)
         return self._indices[device]
 
-    def _indices_for(self, position: int) -> list[int]:
+    def _list_indices_for(self, position: int) -> list[int]:
         indices = [position // math.prod(self.levels[1:])]
         for j, n in enumerate(self.levels[1:], 1):
             begin, parent = self.begins[j], position // math.prod(self.levels[j:])

@@ -169,8 +169,8 @@ add_rows.fake(lambda peers, destinations, **_: peers[0].new_empty((destinations.
 
 @pull_tokens.fake
 def _(token_values, slot_values, destinations, length, *, max_tokens, first_place, experts_per_rank, size, group):
-    rows = size * make_fake_length(length, max_tokens)
-    return [t.new_empty((rows, t.shape[1])) for t in (*token_values, destinations, *slot_values)]
+    num_rows = size * make_fake_length(length, max_tokens)
+    return [t.new_empty((num_rows, t.shape[1])) for t in (*token_values, destinations, *slot_values)]
 
 
 @pull_tokens_backward.fake
@@ -201,7 +201,7 @@ def _pull_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
     (destinations,) = unpack_saved(ctx)
     gradients = iter(pull_tokens_backward(fill_gradients(grads, ctx.outputs), destinations, **ctx.kwargs))
     token_gradients, slot_gradients = (
-        [next(gradients) if float else None for float in floats] for floats in ctx.floats
+        [next(gradients) if is_float else None for is_float in floats] for floats in ctx.floats
     )
     return token_gradients, slot_gradients, None, None
 

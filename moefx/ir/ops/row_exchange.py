@@ -50,8 +50,8 @@ class _SendPlan(NamedTuple):
 
 def _read_splits(splits: Tensor) -> tuple[list[int], list[int]]:
     """Return the number of rows for each rank, and from each rank."""
-    sent, received = splits.tolist()
-    return sent, received
+    send_counts, receive_counts = splits.tolist()
+    return send_counts, receive_counts
 
 
 # -- layout of rows
@@ -81,9 +81,9 @@ class _RowColumns(NamedTuple):
 
     def ticket(self, template: Tensor, num_rows: Any) -> Tensor:
         """Return a ticket of the width of the packed gradients, on the device of `template`."""
-        columns = self.gradients
-        dtype = columns.columns[0].dtype
-        return _make_ticket(template, num_rows, columns.num_bytes // dtype.itemsize, dtype)
+        layout = self.gradients
+        dtype = layout.columns[0].dtype
+        return _make_ticket(template, num_rows, layout.num_bytes // dtype.itemsize, dtype)
 
 
 def _make_ticket(template: Tensor, num_rows: Any, width: Any, dtype: torch.dtype) -> Tensor:
@@ -117,15 +117,15 @@ def all_to_all_rows(
     Returns:
         The rows in transit as bytes, and the ticket.
     """
-    route = _SendPlan(*plan)
-    sent, received = _read_splits(route.splits)
+    send_plan = _SendPlan(*plan)
+    send_counts, receive_counts = _read_splits(send_plan.splits)
     if packed is None:
-        sizes = {"num_rows": sum(sent), "num_slots": num_slots, "dedup": dedup}
+        sizes = {"num_rows": sum(send_counts), "num_slots": num_slots, "dedup": dedup}
         rows = pack_rows(token_values, slot_values, destinations, *plan[:3], **sizes)
     else:
-        rows = packed[: sum(sent)]
+        rows = packed[: sum(send_counts)]
     values = _RowColumns.of(token_values, slot_values, destinations, dedup)
-    return start_all_to_all(rows, sent, received, group), values.ticket(destinations, sum(sent))
+    return start_all_to_all(rows, send_counts, receive_counts, group), values.ticket(destinations, sum(send_counts))
 
 
 @op(
@@ -142,13 +142,13 @@ def all_to_all_rows_backward(
         dtypes, widths: of the columns with a gradient. num_tokens: number of columns with values of tokens; the others
             hold values of slots.
     """
-    route = _SendPlan(*plan)
+    send_plan = _SendPlan(*plan)
     columns = split_columns([wait_for_collective(sent).view(torch.uint8)], dtypes=dtypes, widths=widths)
     # Only the row to a slot's rank has a gradient for the slot: the sum over a token's rows adds zeros.
     return [
-        route.sum_by_token(column)
+        send_plan.sum_by_token(column)
         if i < num_tokens or dedup
-        else build_pft_backward(column[:, 0].contiguous(), route.inverse)
+        else build_pft_backward(column[:, 0].contiguous(), send_plan.inverse)
         for i, column in enumerate(columns)
     ]
 
@@ -179,13 +179,13 @@ def wait_rows(
         For the rows received, in the order of the parts and of their source ranks: values of tokens [R,D], local ids
         int32 [R,J], and values of slots [R,J].
     """
-    layout = build_row_layout(
+    columns = build_row_layout(
         token_values, slot_values, destinations, destinations_per_rank=num_slots, dedup=dedup
     ).columns
     buffers = [wait_for_collective(part) for part in sent]
-    named = {"dtypes": [c.dtype_name for c in layout], "widths": [c.width for c in layout]}
-    *columns, local_ids = split_columns(buffers, **named, places=True)
-    return [*columns[: len(token_values)], local_ids, *columns[len(token_values) :]]
+    column_arguments = {"dtypes": [c.dtype_name for c in columns], "widths": [c.width for c in columns]}
+    *received_columns, local_ids = split_columns(buffers, **column_arguments, places=True)
+    return [*received_columns[: len(token_values)], local_ids, *received_columns[len(token_values) :]]
 
 
 @op(
@@ -197,11 +197,11 @@ def wait_rows_backward(
 ) -> list[Tensor]:
     """Start to send the gradients of the rows back. The tensor in transit of a part is the gradient of its ticket."""
     begin, in_transit = 0, []
-    for ticket, counts, group in zip(tickets, splits, groups, strict=True):
-        sent, received = _read_splits(counts)
-        rows = join_columns([g[begin : begin + sum(received)] for g in grads])
-        begin += sum(received)
-        in_transit.append(start_all_to_all(rows.view(ticket.dtype), received, sent, group))
+    for ticket, part_splits, group in zip(tickets, splits, groups, strict=True):
+        send_counts, receive_counts = _read_splits(part_splits)
+        rows = join_columns([g[begin : begin + sum(receive_counts)] for g in grads])
+        begin += sum(receive_counts)
+        in_transit.append(start_all_to_all(rows.view(ticket.dtype), receive_counts, send_counts, group))
     return in_transit
 
 
@@ -222,11 +222,13 @@ def all_to_all_back(rows: Tensor, splits: list[Tensor], tickets: list[Tensor], *
         The rows in transit [N,D] of each part, then the ticket of each part.
     """
     begin, in_transit, own_tickets = 0, [], []
-    for counts, group in zip(splits, groups, strict=True):
-        sent, received = _read_splits(counts)
-        in_transit.append(start_all_to_all(rows[begin : begin + sum(received)], received, sent, group))
-        begin += sum(received)
-        own_tickets.append(_make_ticket(rows, sum(received), rows.shape[1], rows.dtype))
+    for part_splits, group in zip(splits, groups, strict=True):
+        send_counts, receive_counts = _read_splits(part_splits)
+        in_transit.append(
+            start_all_to_all(rows[begin : begin + sum(receive_counts)], receive_counts, send_counts, group)
+        )
+        begin += sum(receive_counts)
+        own_tickets.append(_make_ticket(rows, sum(receive_counts), rows.shape[1], rows.dtype))
     return [*in_transit, *own_tickets]
 
 
@@ -246,9 +248,11 @@ def wait_sums(sent: Tensor, ticket: Tensor, *plan: Tensor, group: str) -> Tensor
 def wait_sums_backward(grad: Tensor, ticket: Tensor, *plan: Tensor, group: str) -> Tensor:
     """Start to send the gradients of the rows, which equal those of their tokens' sums. The result is the gradient of
     the ticket."""
-    route = _SendPlan(*plan)
-    sent, received = _read_splits(route.splits)
-    return start_all_to_all(grad.index_select(0, route.token_ids[: sum(sent)]), sent, received, group)
+    send_plan = _SendPlan(*plan)
+    send_counts, receive_counts = _read_splits(send_plan.splits)
+    return start_all_to_all(
+        grad.index_select(0, send_plan.token_ids[: sum(send_counts)]), send_counts, receive_counts, group
+    )
 
 
 # -- registration
@@ -279,10 +283,10 @@ def _(sent, token_ids, slot_ids, rank_offsets, inverse, splits, *, dtypes, width
 def _(sent, tickets, splits, token_values, slot_values, destinations, *, num_slots, dedup, groups):
     num = sum(part.shape[0] for part in sent)
     values = _RowColumns.of(token_values, slot_values, destinations, dedup)
-    places = Column(torch.int32, values.width)
+    local_ids = Column(torch.int32, values.width)
     return [
         destinations.new_empty((num, c.width), dtype=c.dtype)
-        for c in (*values.token_values, places, *values.slot_values)
+        for c in (*values.token_values, local_ids, *values.slot_values)
     ]
 
 
@@ -325,7 +329,7 @@ def _save_rows(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: S
 def _rows_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
     gradients = iter(all_to_all_rows_backward(grads[1], *unpack_saved(ctx), **ctx.kwargs))
     token_gradients, slot_gradients = (
-        [next(gradients) if float else None for float in floats] for floats in ctx.floats
+        [next(gradients) if is_float else None for is_float in floats] for floats in ctx.floats
     )
     return token_gradients, slot_gradients, *(None,) * 7
 
@@ -343,14 +347,14 @@ def _save_wait_rows(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outpu
 
 
 def _wait_rows_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
-    saved, num = unpack_saved(ctx), ctx.num_parts
+    saved, num_parts = unpack_saved(ctx), ctx.num_parts
     # Every rank takes part in the collective, even without gradients.
     present_grads = [
         torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
         for grad, (shape, dtype, device) in zip(grads, ctx.outputs, strict=True)
         if dtype.is_floating_point
     ]
-    sent = wait_rows_backward(present_grads, list(saved[:num]), list(saved[num:]), groups=ctx.groups)
+    sent = wait_rows_backward(present_grads, list(saved[:num_parts]), list(saved[num_parts:]), groups=ctx.groups)
     return None, sent, *(None,) * 4
 
 

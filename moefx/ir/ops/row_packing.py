@@ -103,8 +103,8 @@ def pack_rows(
             values.
         dedup: a row holds all slots of its token, otherwise one slot.
     """
-    room = count_max_rows(destinations, rank_offsets, dedup) if num_rows is None else num_rows
-    row_tokens, row_slots = (ids[:room].to(torch.int64) for ids in (token_ids, slot_ids))
+    num_packed = count_max_rows(destinations, rank_offsets, dedup) if num_rows is None else num_rows
+    row_tokens, row_slots = (ids[:num_packed].to(torch.int64) for ids in (token_ids, slot_ids))
     row_destinations = destinations[row_tokens, row_slots][:, None]
     if dedup:
         local_ids, row_ranks = destinations[row_tokens], torch.div(row_destinations, num_slots, rounding_mode="floor")
@@ -113,7 +113,7 @@ def pack_rows(
     else:
         local_ids = row_destinations % num_slots
     layout = build_row_layout(token_values, slot_values, destinations, destinations_per_rank=num_slots, dedup=dedup)
-    packed = layout.empty(room, destinations)
+    packed = layout.empty(num_packed, destinations)
     slot_columns = [c[row_tokens] if dedup else c[row_tokens, row_slots][:, None] for c in slot_values]
     for view, values in zip(
         layout.views(packed), [*(t[row_tokens] for t in token_values), *slot_columns, local_ids], strict=True

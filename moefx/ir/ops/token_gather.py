@@ -81,10 +81,10 @@ def choose_length(num_tokens: Any, length: Tensor | None, max_tokens: int) -> An
 
 def _pad_rows(rows: Tensor, length: int, value: int = 0) -> Tensor:
     """Pad rows [S, ...] to [L, ...]."""
-    missing = length - rows.shape[0]
-    if not missing:
+    num_missing = length - rows.shape[0]
+    if not num_missing:
         return rows.contiguous()
-    return torch.cat([rows, rows.new_full((missing, *rows.shape[1:]), value)])
+    return torch.cat([rows, rows.new_full((num_missing, *rows.shape[1:]), value)])
 
 
 def _make_ticket(template: Tensor, num_rows: Any, width: Any) -> Tensor:
@@ -126,10 +126,12 @@ def gather_tokens(
         The tensors in transit: each of `token_values`, [A,D], and one buffer of `slot_values` and `destinations`, uint8
         [A,bytes]. Then a ticket for each of `token_values` [L,D] and `slot_values` [L,K].
     """
-    rows = choose_length(destinations.shape[0], length, max_tokens)
-    columns = [_pad_rows(c, rows) for c in slot_values] + [_pad_rows(destinations, rows, -1)]
-    gathered = start_gather([*(_pad_rows(t, rows) for t in token_values), join_columns(columns)], size, group)
-    return [*gathered, *(_make_ticket(t, rows, t.shape[1]) for t in (*token_values, *slot_values))]
+    num_rows = choose_length(destinations.shape[0], length, max_tokens)
+    columns = [_pad_rows(values, num_rows) for values in slot_values] + [_pad_rows(destinations, num_rows, -1)]
+    gathered = start_gather(
+        [*(_pad_rows(values, num_rows) for values in token_values), join_columns(columns)], size, group
+    )
+    return [*gathered, *(_make_ticket(values, num_rows, values.shape[1]) for values in (*token_values, *slot_values))]
 
 
 @op(
@@ -162,13 +164,13 @@ def wait_gathered(
         Values of tokens [A,D], destinations minus `first_place` int32 [A,K], then values of slots [A,K].
     """
     *token_values, packed = [wait_for_collective(part) for part in sent]
-    layout = _build_slot_layout(slot_values, destinations).columns
-    named = {"dtypes": [c.dtype_name for c in layout], "widths": [c.width for c in layout]}
-    *values, all_destinations = split_columns([packed], **named, places=False)
+    columns = _build_slot_layout(slot_values, destinations).columns
+    column_arguments = {"dtypes": [c.dtype_name for c in columns], "widths": [c.width for c in columns]}
+    *received_values, all_destinations = split_columns([packed], **column_arguments, places=False)
     return [
         *map(copy_unless_joined, token_values),
         all_destinations - first_place if first_place else all_destinations,
-        *values,
+        *received_values,
     ]
 
 
@@ -245,12 +247,12 @@ agree_length.fake(lambda destinations, **_: torch.empty(1, dtype=torch.int64))
 
 @gather_tokens.fake
 def _(token_values, slot_values, destinations, length, *, max_tokens, size, group):
-    rows = make_fake_length(length, max_tokens)
+    num_rows = make_fake_length(length, max_tokens)
     packed = destinations.new_empty(
-        (size * rows, _build_slot_layout(slot_values, destinations).num_bytes), dtype=torch.uint8
+        (size * num_rows, _build_slot_layout(slot_values, destinations).num_bytes), dtype=torch.uint8
     )
-    gathered = [t.new_empty((size * rows, t.shape[1])) for t in token_values]
-    return [*gathered, packed, *(_make_ticket(t, rows, t.shape[1]) for t in (*token_values, *slot_values))]
+    gathered = [t.new_empty((size * num_rows, t.shape[1])) for t in token_values]
+    return [*gathered, packed, *(_make_ticket(t, num_rows, t.shape[1]) for t in (*token_values, *slot_values))]
 
 
 @gather_tokens_backward.fake
@@ -260,9 +262,13 @@ def _(sent, *, num_tokens):
 
 @wait_gathered.fake
 def _(sent, tickets, slot_values, destinations, *, first_place=0, size, group):
-    rows = sent[-1].shape[0]
-    values = [c.new_empty((rows, c.shape[1])) for c in slot_values]
-    return [*(t.new_empty(t.shape) for t in sent[:-1]), destinations.new_empty((rows, destinations.shape[1])), *values]
+    num_rows = sent[-1].shape[0]
+    values = [c.new_empty((num_rows, c.shape[1])) for c in slot_values]
+    return [
+        *(t.new_empty(t.shape) for t in sent[:-1]),
+        destinations.new_empty((num_rows, destinations.shape[1])),
+        *values,
+    ]
 
 
 wait_gathered_backward.fake(lambda grads, tickets, **_: [t.new_empty(t.shape) for t in tickets])
@@ -306,7 +312,7 @@ def _gather_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
     present_grads = [g for g in grads[ctx.num_sent :] if g is not None]
     gradients = iter(gather_tokens_backward(present_grads, num_tokens=ctx.num_tokens))
     token_gradients, slot_gradients = (
-        [next(gradients) if float else None for float in floats] for floats in ctx.floats
+        [next(gradients) if is_float else None for is_float in floats] for floats in ctx.floats
     )
     return token_gradients, slot_gradients, None, None
 
@@ -327,7 +333,7 @@ def _save_wait_gathered(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], o
 def _wait_gathered_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
     present_grads = fill_gradients(grads, ctx.outputs)
     sent = iter(wait_gathered_backward(present_grads, list(unpack_saved(ctx)), **ctx.kwargs))
-    return None, [next(sent) if float else None for float in ctx.floats], None, None
+    return None, [next(sent) if is_float else None for is_float in ctx.floats], None, None
 
 
 wait_gathered.autograd(save=_save_wait_gathered, backward=_wait_gathered_gradients)

@@ -25,17 +25,17 @@ def format_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}"
 
 
-def start_all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> Tensor:
+def start_all_to_all(rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], group: str) -> Tensor:
     """Start an uneven all-to-all of rows in rank order. Read the result only by `wait_for_collective`.
 
     Args:
-        sent, received: numbers of rows for, and from, each rank.
+        send_counts, receive_counts: numbers of rows for, and from, each rank.
     """
     if os.environ.get(_NO_EMPTY_RANKS, "") not in ("", "0"):
-        return _exchange_with_own_row(rows, sent, received, group)
+        return _exchange_with_own_row(rows, send_counts, receive_counts, group)
     if rows.device.type == "cpu" and _is_gloo(get_group(group)):
-        return _receive_first(rows.contiguous(), sent, received, get_group(group))
-    return torch.ops._c10d_functional.all_to_all_single(rows.contiguous(), received, sent, group)
+        return _receive_first(rows.contiguous(), send_counts, receive_counts, get_group(group))
+    return torch.ops._c10d_functional.all_to_all_single(rows.contiguous(), receive_counts, send_counts, group)
 
 
 def _is_gloo(group: dist.ProcessGroup) -> bool:
@@ -45,34 +45,40 @@ def _is_gloo(group: dist.ProcessGroup) -> bool:
     return isinstance(group._get_backend(cpu), dist.distributed_c10d.ProcessGroupGloo)
 
 
-def _receive_first(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def _receive_first(
+    rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], group: dist.ProcessGroup
+) -> Tensor:
     """Start the exchange over gloo with a receive and a send for each rank.
 
     Gloo sends rows once the receiver has announced its receive. Its own all-to-all posts the sends first, so the
     announcement queues behind the rows in the other direction, and only one direction of the link is used at a time. It
     takes up to 1.4 times as long (benchmarks/NOTES.md).
     """
-    received_rows, rank, size = rows.new_empty((sum(received), *rows.shape[1:])), group.rank(), group.size()
-    parts, received_parts = rows.split(list(sent)), received_rows.split(list(received))
+    received_rows, rank, size = rows.new_empty((sum(receive_counts), *rows.shape[1:])), group.rank(), group.size()
+    parts, received_parts = rows.split(list(send_counts)), received_rows.split(list(receive_counts))
     peers = [(rank + i) % size for i in range(1, size)]
-    works = [group.recv([received_parts[other]], other, _TAG) for other in reversed(peers) if received[other]]
-    works += [group.send([parts[other]], other, _TAG) for other in peers if sent[other]]
+    works = [group.recv([received_parts[other]], other, _TAG) for other in reversed(peers) if receive_counts[other]]
+    works += [group.send([parts[other]], other, _TAG) for other in peers if send_counts[other]]
     received_parts[rank].copy_(parts[rank])
     for work in works:  # `wait_tensor` waits for all of them
         torch._C._distributed_c10d._register_work(received_rows, work)  # type: ignore[attr-defined]
     return received_rows
 
 
-def _exchange_with_own_row(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> Tensor:
+def _exchange_with_own_row(
+    rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], group: str
+) -> Tensor:
     """Exchange rows, and wait. Each rank sends one more row to itself, so that it receives at least one."""
     own_rank = dist.get_rank(get_group(group))
-    counts_with_own = [[n + (rank == own_rank) for rank, n in enumerate(counts)] for counts in (sent, received)]
-    own_row = sum(sent[: own_rank + 1])
+    counts_with_own = [
+        [n + (rank == own_rank) for rank, n in enumerate(counts)] for counts in (send_counts, receive_counts)
+    ]
+    own_row = sum(send_counts[: own_rank + 1])
     rows = torch.cat([rows[:own_row], rows.new_zeros((1, *rows.shape[1:])), rows[own_row:]])
     result = wait_for_collective(
         torch.ops._c10d_functional.all_to_all_single(rows, counts_with_own[1], counts_with_own[0], group)
     )
-    own_row = sum(received[: own_rank + 1])
+    own_row = sum(receive_counts[: own_rank + 1])
     return torch.cat([result[:own_row], result[own_row + 1 :]])
 
 

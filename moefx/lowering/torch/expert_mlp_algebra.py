@@ -29,41 +29,43 @@ from .segments import SegmentGemms
 
 def forward(call: ExpertMlpCall, gemms: Gemms, keep: str, reduce: bool) -> list[Tensor]:
     up_widths, act_width, out_width = call.widths
-    x, parameters, by_row = call.x, Parameters(call, gemms), RowOperands(call, gemms)
-    act_of, out_of = (
+    x, parameters, row_operands = call.x, Parameters(call, gemms), RowOperands(call, gemms)
+    compute_act, compute_out = (
         pointwise_expression.compile_expression(pointwise_expression.to_canonical_text(e))
         for e in (call.act, call.body.out)
     )
 
-    def buffer(width: int, dtype: torch.dtype) -> Buffer:
+    def make_buffer(width: int, dtype: torch.dtype) -> Buffer:
         return Buffer(gemms, gemms.new_rows(x, call.num_rows, width, dtype))
 
-    result = None if reduce else buffer(out_width, call.out_dtype)
+    result = None if reduce else make_buffer(out_width, call.out_dtype)
     total: Any = gemms.new_sum(call, out_width, call.out_dtype) if reduce else None
-    kept_up = [buffer(width, call.dtype) for width in up_widths] if keep in ("h", "all") else []
-    kept_act = buffer(act_width, call.dtype) if keep == "all" else None
+    kept_up = [make_buffer(width, call.dtype) for width in up_widths] if keep in ("h", "all") else []
+    kept_act = make_buffer(act_width, call.dtype) if keep == "all" else None
     # In-place multiplication rounds as the expression does if y has the result's dtype and the expression has no casts.
-    in_place = parameters.down_bias_dtype is None and call.out_dtype == call.dtype and by_row.factor == call.body.out
-    scale_in_place = by_row.scale is not None and in_place
+    in_place = (
+        parameters.down_bias_dtype is None and call.out_dtype == call.dtype and row_operands.factor == call.body.out
+    )
+    scale_in_place = row_operands.scale is not None and in_place
 
     def run(group: Group) -> Tensor:
-        rows = x.index_select(0, by_row.token_ids[group.index])
+        rows = x.index_select(0, row_operands.token_ids[group.index])
         hidden = []
         for g in range(len(up_widths)):
-            up = kept_up[g].find_slice(group) if kept_up else None
-            h = parameters.project_up(g, group, rows, up)
+            up_slice = kept_up[g].find_slice(group) if kept_up else None
+            h = parameters.project_up(g, group, rows, up_slice)
             hidden.append(kept_up[g].store(group, h) if kept_up else h)
-        env = by_row.add_weight_variable(group, call.slice_hidden(parameters.add_separate_biases(group, hidden)))
-        act = act_of(env)
+        env = row_operands.add_weight_variable(group, call.slice_hidden(parameters.add_separate_biases(group, hidden)))
+        act = compute_act(env)
         if kept_act is not None:  # outputs of an op must not share storage
             act = kept_act.store(group, act.clone() if isinstance(call.act, str) else act)
-        down = None if result is None else result.find_slice(group)
+        down_slice = None if result is None else result.find_slice(group)
         if call.body.out == "y":
-            out = parameters.project_down(group, act, down)
-        elif by_row.scale is not None and scale_in_place:
-            out = parameters.project_down(group, act, down).mul_(by_row.scale[group.index])
+            out = parameters.project_down(group, act, down_slice)
+        elif row_operands.scale is not None and scale_in_place:
+            out = parameters.project_down(group, act, down_slice).mul_(row_operands.scale[group.index])
         else:
-            out = out_of({**env, "y": parameters.project_down(group, act)})
+            out = compute_out({**env, "y": parameters.project_down(group, act)})
         return out if result is None else result.store(group, out)
 
     gemms.for_each_group(run, total.add if total else None, multiplications=call.count_multiplications())
@@ -93,7 +95,7 @@ class Backward:
         num_up = len(call.up)
         self.hidden = [gemms.input_slices(h) for h in kept[:num_up]]
         self.kept_act = gemms.input_slices(kept[num_up]) if len(kept) > num_up else None
-        self.linear, self.by_row = pointwise_expression.is_linear(call.body.out, "y"), RowOperands(call, gemms)
+        self.linear, self.row_operands = pointwise_expression.is_linear(call.body.out, "y"), RowOperands(call, gemms)
 
         self.grad_x = gemms.new_sum(call, call.x.shape[1], call.dtype) if self.need_x else None
         self.grad_up = self._make_gradients(need_up, call.up, 2)
@@ -127,8 +129,8 @@ class Backward:
 
     def run(self, group: Group) -> Tensor | None:
         """Fill the group's part of the parameter gradients. Returns the gradient of the gathered rows."""
-        call, gemms, parameters, by_row = self.call, self.gemms, self.parameters, self.by_row
-        tokens, rows = by_row.token_ids[group.index], None
+        call, gemms, parameters, row_operands = self.call, self.gemms, self.parameters, self.row_operands
+        tokens, rows = row_operands.token_ids[group.index], None
         # With zeros in the padding all its gradients are zero, so it does not count in sums over rows.
         if self.grads is None:
             grad = group.clear_padding(self.grad.index_select(0, tokens))
@@ -141,9 +143,9 @@ class Backward:
         hidden = parameters.add_separate_biases(group, hidden)
         env = call.slice_hidden(hidden)
         wrt = [*env, "w"] if self.act_weight_gradient is not None else list(env)
-        env = by_row.add_weight_variable(group, env)
+        env = row_operands.add_weight_variable(group, env)
         act = None if self.kept_act is None else self.kept_act[group.index]
-        scale = None if by_row.scale is None else Scale(by_row.scale[group.index], call.dtype)
+        scale = None if row_operands.scale is None else Scale(row_operands.scale[group.index], call.dtype)
 
         if self.linear:
             grad_sum = grad if scale is None else grad * scale.mantissa
@@ -166,7 +168,7 @@ class Backward:
         if self.act_weight_gradient is not None:
             self.act_weight_gradient.store(group, act_gradients["w"])
         if self.linear and self.out_weight_gradient is not None:
-            self.out_weight_gradient.store(group, self._output_dot(group, product, act, grad, scale))
+            self.out_weight_gradient.store(group, self._compute_output_dot(group, product, act, grad, scale))
         if self.grad_down is not None or self.deferred_factors:
             factor = None if scale is None else scale.factors if self.deferred_factors else scale.power
             scaled = act if factor is None else cast_tensor(call.dtype, act * factor)
@@ -177,7 +179,7 @@ class Backward:
         if self.grad_down_bias is not None:
             scaled = grad_sum if scale is None else cast_tensor(grad_sum.dtype, grad_sum * scale.power)
             self._sum_rows(self.grad_down_bias, group, scaled)
-        grad_hidden = self._hidden_gradients(hidden, act_gradients)
+        grad_hidden = self._compute_hidden_gradients(hidden, act_gradients)
         del product, grad_act, grad_sum, value, gradients, act_gradients, act, hidden, env
         if rows is None:
             rows = call.x.index_select(0, tokens)
@@ -192,7 +194,9 @@ class Backward:
             self.out_weight_gradient.store(group, out_gradients["w"])
         return out_gradients["y"]
 
-    def _output_dot(self, group: Group, product: Tensor, act: Tensor, grad: Tensor, scale: Scale | None) -> Tensor:
+    def _compute_output_dot(
+        self, group: Group, product: Tensor, act: Tensor, grad: Tensor, scale: Scale | None
+    ) -> Tensor:
         """Compute <dO, y> for each row, [n,1], in float32 at least. `product` includes the mantissa of the scale."""
         dtype = torch.promote_types(product.dtype, torch.float32)
         dot = (cast_tensor(dtype, product) * act).sum(1, keepdim=True)
@@ -202,7 +206,7 @@ class Backward:
             dot += self.gemms.dot_bias(group, grad, self.parameters.down_bias)
         return dot
 
-    def _hidden_gradients(self, hidden: Sequence[Tensor], act_gradients: dict[str, Tensor]) -> list[Tensor]:
+    def _compute_hidden_gradients(self, hidden: Sequence[Tensor], act_gradients: dict[str, Tensor]) -> list[Tensor]:
         """Compute the gradients of the up-projections from the gradients of their slices, the parts."""
         result = []
         for g, h in enumerate(hidden):
@@ -220,14 +224,14 @@ class Backward:
     def _backward_through_up(self, group: Group, rows: Tensor, grad_hidden: Sequence[Tensor]) -> Tensor | None:
         grad_rows = None
         for g, grad in enumerate(grad_hidden):
-            stack, bias = self.grad_up[g], self.grad_up_bias[g]
-            if bias is not None:
-                self._sum_rows(bias, group, grad)
+            weight_gradient, bias_gradient = self.grad_up[g], self.grad_up_bias[g]
+            if bias_gradient is not None:
+                self._sum_rows(bias_gradient, group, grad)
             grad = cast_tensor(self.call.dtype, grad)
             if self.deferred_factors:
                 self.deferred_factors[g].store(group, grad)
-            if stack is not None:
-                stack.multiply(self.gemms, group, grad, rows, self.call.body.up[g].transposed)
+            if weight_gradient is not None:
+                weight_gradient.multiply(self.gemms, group, grad, rows, self.call.body.up[g].transposed)
             if self.need_x:
                 grad_rows = self.gemms.multiply(group, grad, self.up[g], grad_rows, add=g > 0)
         return grad_rows
@@ -243,7 +247,7 @@ class Backward:
                 None if column is None else column.tensor for column in (out_weight_gradient, self.act_weight_gradient)
             ]
             if self.linear and columns[0] is not None:
-                factor, ones = self.by_row.factor, make_unit_variables(call)
+                factor, ones = self.row_operands.factor, make_unit_variables(call)
                 dot = columns[0].to(
                     pointwise_expression.infer_dtype(factor, {name: t.dtype for name, t in ones.items()})
                 )
@@ -269,8 +273,10 @@ class WeightGradients:
     ):
         self.call, self.gemms, self.token_ids = call, gemms, gemms.input_slices(call.token_ids)
         *grad_up, self.act = [gemms.input_slices(rows) for rows in kept[: len(call.up) + 1]]
-        self.by_token = grad if reduce and len(kept) == len(call.up) + 1 else None
-        self.grad_y = None if self.by_token is not None else gemms.input_slices((grad, *kept[len(call.up) + 1 :])[-1])
+        self.grad_by_token = grad if reduce and len(kept) == len(call.up) + 1 else None
+        self.grad_y = (
+            None if self.grad_by_token is not None else gemms.input_slices((grad, *kept[len(call.up) + 1 :])[-1])
+        )
         up_gradients = [(rows, Gradient(p, gemms.new_stack(p, 2))) for rows, p in zip(grad_up, call.up, strict=True)]
         self.up = up_gradients if needs[2] else []
         self.down = Gradient(call.down, gemms.new_stack(call.down, 2)) if needs[4] else None
@@ -283,9 +289,9 @@ class WeightGradients:
                 self.gemms, group, group.clear_padding(grad[group.index], copy=True), rows, gemm.transposed
             )
         if self.down is not None:
-            by_row = None if self.grad_y is None else self.grad_y[group.index]
-            grad = self.by_token.index_select(0, tokens) if by_row is None else by_row  # type: ignore[union-attr]
-            grad = cast_tensor(call.dtype, group.clear_padding(grad, copy=by_row is not None))
+            grad_rows = None if self.grad_y is None else self.grad_y[group.index]
+            grad = self.grad_by_token.index_select(0, tokens) if grad_rows is None else grad_rows  # type: ignore[union-attr]
+            grad = cast_tensor(call.dtype, group.clear_padding(grad, copy=grad_rows is not None))
             self.down.multiply(self.gemms, group, grad, self.act[group.index], call.body.down.transposed)
 
     def results(self) -> list[Tensor]:

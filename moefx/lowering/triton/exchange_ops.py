@@ -131,12 +131,14 @@ def _build_count_table(
     """Return the requests of `count_rows_kernel` in the order of its results, and its number of bins."""
     units, (begin, end) = exchange_routes.count_units(levels), (p * destinations_per_rank for p in near or (0, 0))
     positions = units[-1]
-    rows = [[n, positions // n * destinations_per_rank, int(dedup), 0, begin, end] for n in units]
-    rows += [[near[1] - near[0], destinations_per_rank, int(dedup), 1, begin, end]] if near else []
-    rows += [[positions, destinations_per_rank, 0, 0, 0, 0]]
-    begins = itertools.accumulate([0, *(row[0] for row in rows[:-1])])
-    table = [[at, *row] for at, row in zip(begins, rows, strict=True)]
-    return torch.tensor(table, dtype=torch.int32, device=device), max(16, next_power_of_2(max(row[0] for row in rows)))
+    requests = [[n, positions // n * destinations_per_rank, int(dedup), 0, begin, end] for n in units]
+    requests += [[near[1] - near[0], destinations_per_rank, int(dedup), 1, begin, end]] if near else []
+    requests += [[positions, destinations_per_rank, 0, 0, 0, 0]]
+    begins = itertools.accumulate([0, *(request[0] for request in requests[:-1])])
+    table = [[first_count, *request] for first_count, request in zip(begins, requests, strict=True)]
+    return torch.tensor(table, dtype=torch.int32, device=device), max(
+        16, next_power_of_2(max(request[0] for request in requests))
+    )
 
 
 class _SendArrays(NamedTuple):
@@ -148,20 +150,20 @@ class _SendArrays(NamedTuple):
     rank_offsets: Tensor
 
 
-class _ColumnPosition(NamedTuple):
-    """The position of a column: tensor, bytes from row to row, bytes to the first row."""
+class _ColumnMemory(NamedTuple):
+    """The memory of a column: tensor, bytes from row to row, bytes to the first row."""
 
     base: Tensor
     stride: int
     begin: int = 0
 
     @classmethod
-    def of(cls, values: Tensor) -> _ColumnPosition:
+    def of(cls, values: Tensor) -> _ColumnMemory:
         values = values if values.stride(-1) == 1 else values.contiguous()
         return cls(values, values.stride(0) * values.element_size())
 
 
-_ColumnMove = tuple[Column, _ColumnPosition, _ColumnPosition]  # column, source, destination
+_ColumnMove = tuple[Column, _ColumnMemory, _ColumnMemory]  # column, source, output
 _MAX_NARROW_BYTES = 256  # of a narrow column
 
 
@@ -178,23 +180,29 @@ def pack_rows(
     dedup: bool,
 ) -> Tensor:
     """See `ir.ops.row_packing.pack_rows`."""
-    room = count_max_rows(destinations, rank_offsets, dedup) if num_rows is None else num_rows
+    num_packed = count_max_rows(destinations, rank_offsets, dedup) if num_rows is None else num_rows
     layout = build_row_layout(token_values, slot_values, destinations, destinations_per_rank=num_slots, dedup=dedup)
-    packed = layout.empty(room, destinations)
+    packed = layout.empty(num_packed, destinations)
     destinations = destinations.contiguous()
     sources = [*token_values, *slot_values, destinations]
     if not dedup:  # a row for each slot
         sources[len(token_values) :] = [values.reshape(-1, 1) for values in sources[len(token_values) :]]
-    pairs = [
-        (column, _ColumnPosition.of(source), _ColumnPosition(packed, layout.num_bytes, begin))
+    moves = [
+        (column, _ColumnMemory.of(source), _ColumnMemory(packed, layout.num_bytes, begin))
         for column, source, begin in zip(layout.columns, sources, layout.begins, strict=True)
     ]
-    _, ids_source, ids_out = pairs.pop()
+    _, ids_source, ids_out = moves.pop()
     send = _SendArrays(destinations, token_ids, slot_ids, rank_offsets)
     local_ids = (_INT32._replace(width=layout.columns[-1].width), layout.columns[-1].dtype, ids_source, ids_out)
     with use_device(packed.device):
-        _move(
-            pairs[: len(token_values)], pairs[len(token_values) :], local_ids, room, send, num_slots, by_slot=not dedup
+        _launch_moves(
+            moves[: len(token_values)],
+            moves[len(token_values) :],
+            local_ids,
+            num_packed,
+            send,
+            num_slots,
+            by_slot=not dedup,
         )
     return packed
 
@@ -203,12 +211,12 @@ def join_columns(columns: Sequence[Tensor]) -> Tensor:
     """See `ir.ops.row_packing.join_columns`."""
     layout = RowLayout([*map(Column.of, columns)])
     packed = layout.empty(columns[0].shape[0], columns[0])
-    pairs = [
-        (column, _ColumnPosition.of(source), _ColumnPosition(packed, layout.num_bytes, begin))
+    moves = [
+        (column, _ColumnMemory.of(source), _ColumnMemory(packed, layout.num_bytes, begin))
         for column, source, begin in zip(layout.columns, columns, layout.begins, strict=True)
     ]
     with use_device(packed.device):
-        _move(*_split_by_width(pairs), None, packed.shape[0])
+        _launch_moves(*_split_by_width(moves), None, packed.shape[0])
     return packed
 
 
@@ -217,42 +225,42 @@ def split_columns(
 ) -> list[Tensor]:
     """See `ir.ops.row_packing.split_columns`."""
     layout = RowLayout.of(dtypes, widths)
-    of_result = [column.dtype for column in layout.columns]
+    result_dtypes = [column.dtype for column in layout.columns]
     if places:
-        of_result[-1] = torch.int32
+        result_dtypes[-1] = torch.int32
     num_rows, device = sum([buffer.shape[0] for buffer in buffers]), buffers[0].device
     columns = [
         torch.empty((num_rows, column.width), dtype=dtype, device=device)
-        for column, dtype in zip(layout.columns, of_result, strict=True)
+        for column, dtype in zip(layout.columns, result_dtypes, strict=True)
     ]
     row = 0
     with use_device(device):
         for buffer in buffers:
             outs = columns if len(buffers) == 1 else [out[row : row + buffer.shape[0]] for out in columns]
             row += buffer.shape[0]
-            pairs = [
-                (column, _ColumnPosition(buffer, layout.num_bytes, begin), _ColumnPosition.of(out))
+            moves = [
+                (column, _ColumnMemory(buffer, layout.num_bytes, begin), _ColumnMemory.of(out))
                 for column, out, begin in zip(layout.columns, outs, layout.begins, strict=True)
             ]
-            last = None
+            ids_move = None
             if places:
-                column, source, out = pairs.pop()
-                last = (column, torch.int32, source, out)
-            _move(*_split_by_width(pairs), last, buffer.shape[0])
+                column, source, out = moves.pop()
+                ids_move = (column, torch.int32, source, out)
+            _launch_moves(*_split_by_width(moves), ids_move, buffer.shape[0])
     return columns
 
 
-def _split_by_width(pairs: Sequence[_ColumnMove]) -> tuple[list[_ColumnMove], list[_ColumnMove]]:
+def _split_by_width(moves: Sequence[_ColumnMove]) -> tuple[list[_ColumnMove], list[_ColumnMove]]:
     wide, narrow = [], []
-    for pair in pairs:
-        (narrow if pair[0].num_bytes <= _MAX_NARROW_BYTES else wide).append(pair)
+    for move in moves:
+        (narrow if move[0].num_bytes <= _MAX_NARROW_BYTES else wide).append(move)
     return wide, narrow
 
 
-def _move(
+def _launch_moves(
     wide: Iterable[_ColumnMove],
     narrow: Iterable[_ColumnMove],
-    local_ids: tuple[Column, torch.dtype, _ColumnPosition, _ColumnPosition] | None,
+    local_ids: tuple[Column, torch.dtype, _ColumnMemory, _ColumnMemory] | None,
     num_rows: int,
     send: _SendArrays | None = None,
     destinations_per_rank: int = 1,
@@ -267,13 +275,15 @@ def _move(
     top_k = 0 if send is None else send.destinations.shape[1]
     sent_columns = (None, None, None) if send is None else send[1:]
     num_ranks = 0 if send is None else send.rank_offsets.shape[0] - 1
-    for big, small, last in itertools.zip_longest(wide, narrow, [] if local_ids is None else [local_ids]):
-        wide_column, wide_args = _column_arguments(big)
-        narrow_column, narrow_args = _column_arguments(small)
-        ids_column, ids_args = None, _NOWHERE
-        if last is not None:
-            column, dtype, source, out = last
-            ids_column = _WORDS[column.dtype], column.width, source.begin, out.begin, _WORDS[dtype]
+    for wide_move, narrow_move, ids_move in itertools.zip_longest(
+        wide, narrow, [] if local_ids is None else [local_ids]
+    ):
+        wide_column, wide_args = _column_arguments(wide_move)
+        narrow_column, narrow_args = _column_arguments(narrow_move)
+        ids_column, ids_args = None, _NO_COLUMN
+        if ids_move is not None:
+            column, dtype, source, out = ids_move
+            ids_column = _WORD_TYPES[column.dtype], column.width, source.begin, out.begin, _WORD_TYPES[dtype]
             strides = source.stride // column.dtype.itemsize, out.stride // dtype.itemsize
             ids_args = (source.base, strides[0], out.base, strides[1])
         width = 0 if wide_column is None else wide_column[1]
@@ -288,20 +298,20 @@ def _move(
         )
 
 
-_WORDS = {torch.int64: tl.int64, torch.int32: tl.int32, torch.int16: tl.int16, torch.int8: tl.int8}
-_WORDS_OF_BYTES = {dtype.itemsize: word for dtype, word in _WORDS.items()}
+_WORD_TYPES = {torch.int64: tl.int64, torch.int32: tl.int32, torch.int16: tl.int16, torch.int8: tl.int8}
+_WORD_TYPES_BY_SIZE = {dtype.itemsize: word for dtype, word in _WORD_TYPES.items()}
 _INT32 = Column(torch.int32, 1)
-_NOWHERE = (None, 0, None, 0)
+_NO_COLUMN = (None, 0, None, 0)
 
 
-def _column_arguments(pair: _ColumnMove | None) -> tuple[Any, Sequence[Any]]:
+def _column_arguments(move: _ColumnMove | None) -> tuple[Any, Sequence[Any]]:
     """Return the kernel's arguments for a column, in the largest words that divide its sizes."""
-    if pair is None or not pair[0].num_bytes:
-        return None, _NOWHERE
-    column, source, out = pair
+    if move is None or not move[0].num_bytes:
+        return None, _NO_COLUMN
+    column, source, out = move
     spans = [column.num_bytes, source.stride, source.begin, out.stride, out.begin]
     size = math.gcd(8, source.base.data_ptr(), out.base.data_ptr(), *spans)
-    layout = (_WORDS_OF_BYTES[size], column.num_bytes // size, source.begin, out.begin)
+    layout = (_WORD_TYPES_BY_SIZE[size], column.num_bytes // size, source.begin, out.begin)
     return layout, (source.base, source.stride // size, out.base, out.stride // size)
 
 

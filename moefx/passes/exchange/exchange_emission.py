@@ -140,29 +140,29 @@ class UnevenExchange:
     def _wait(self, hops: list[Hop], names: tuple[str, str, str]) -> tuple[list[fx.Node], fx.Node, list[fx.Node]]:
         """Emit a wait. Return the received values of tokens, destinations (local ids after the last hop), and values of
         slots."""
-        first = hops[0]
+        first_hop = hops[0]
         node = self._call(
             ops.wait_rows.default,
             (
-                [h.sent[0] for h in hops],
-                [h.ticket for h in hops],
-                [h.splits for h in hops],
-                first.token_values,
-                first.slot_values,
-                first.destinations,
+                [hop.sent[0] for hop in hops],
+                [hop.ticket for hop in hops],
+                [hop.splits for hop in hops],
+                first_hop.token_values,
+                first_hop.slot_values,
+                first_hop.destinations,
             ),
             {
-                "num_slots": first.destinations_per_rank,
+                "num_slots": first_hop.destinations_per_rank,
                 "dedup": self.routes.dedup,
-                "groups": [h.level.group for h in hops],
+                "groups": [hop.level.group for hop in hops],
             },
         )
         node.meta["save"] = True
-        letters = [("R", *t.meta.get("letters", ("S", "D"))[1:]) for t in first.token_values]
-        all_names = (*(names[0] for _ in first.token_values), names[1], *(names[2] for _ in first.slot_values))
-        received = self._unpack(node, (*letters, ("R", "J"), *(("R", "J") for _ in first.slot_values)), all_names)
-        num = len(first.token_values)
-        return received[:num], received[num], received[num + 1 :]
+        letters = [("R", *t.meta.get("letters", ("S", "D"))[1:]) for t in first_hop.token_values]
+        all_names = (*(names[0] for _ in first_hop.token_values), names[1], *(names[2] for _ in first_hop.slot_values))
+        received = self._unpack(node, (*letters, ("R", "J"), *(("R", "J") for _ in first_hop.slot_values)), all_names)
+        num_token_values = len(first_hop.token_values)
+        return received[:num_token_values], received[num_token_values], received[num_token_values + 1 :]
 
     def _last_hops(self) -> list[Hop]:
         return [self.hops[-1], self.intra_node] if self.intra_node else [self.hops[-1]]

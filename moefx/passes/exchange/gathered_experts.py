@@ -52,18 +52,18 @@ class GatheredTokens:
         self, destinations: fx.Node, token_values: list[fx.Node], slot_values: list[fx.Node], fingerprint: int
     ) -> None:
         """Gather the tokens and slots of all ranks, and route them to the experts of this rank."""
-        call, parts, pft = self.routed.call, self.routed.unpack, self.routed.pft
+        call, unpack, pft = self.routed.call, self.routed.unpack, self.routed.pft
         self.destinations, self.token_letter = destinations, str(destinations.meta["letters"][0])
         length = None
         if not self.routes.max_tokens:
-            agreed = {"fingerprint": fingerprint, "host_group": self.routes.host_group}
-            length = call(ops.agree_length.default, (destinations,), agreed, ("1",), axis=self.axis)
+            kwargs = {"fingerprint": fingerprint, "host_group": self.routes.host_group}
+            length = call(ops.agree_length.default, (destinations,), kwargs, ("1",), axis=self.axis)
         insert = self._insert_pull if self.routes.pulls else self._insert_collective
         gather_node = insert(destinations, token_values, slot_values, length)
         gather_node.meta["save"] = True
         token_letters = tuple(("A", *t.meta.get("letters", ("S", "D"))[1:]) for t in token_values)
         letters = (*token_letters, ("A", "K"), *(("A", "K") for _ in slot_values))
-        gathered = parts(
+        gathered = unpack(
             gather_node, letters, (*("rows" for _ in token_values), "local_ids", *("weights" for _ in slot_values))
         )
         self.local_ids = gathered.pop(len(token_values))
@@ -72,14 +72,14 @@ class GatheredTokens:
         local_pft = call(
             ops.build_pft.default, (self.local_ids, weights, None), {"num_experts": self.placement.experts_per_rank}
         )
-        results = parts(local_pft, (("B",), ("B",), ("E+1",), ("A", "K"), ("B",)))
+        results = unpack(local_pft, (("B",), ("B",), ("E+1",), ("A", "K"), ("B",)))
         self.received = ReceivedRows(values, {self.routed.results[i]: results[i] for i in self.routed.results})
 
     def _insert_collective(
         self, destinations: fx.Node, token_values: list[fx.Node], slot_values: list[fx.Node], length: fx.Node | None
     ) -> fx.Node:
         """Emit the start of an all-gather and the wait for it. Returns the wait."""
-        call, num = self.routed.call, len(token_values)
+        call, num_token_values = self.routed.call, len(token_values)
         sizes = {"max_tokens": self.routes.max_tokens or 0, **self.group_arguments}
         sent = call(
             ops.gather_tokens.default,
@@ -88,8 +88,8 @@ class GatheredTokens:
             name="sent",
             axis=self.axis,
         )
-        buffers = self.routed.unpack(sent, ((),) * (2 * num + 1 + len(slot_values)))
-        arguments = buffers[: num + 1], buffers[num + 1 :], slot_values, destinations
+        buffers = self.routed.unpack(sent, ((),) * (2 * num_token_values + 1 + len(slot_values)))
+        arguments = buffers[: num_token_values + 1], buffers[num_token_values + 1 :], slot_values, destinations
         return call(
             ops.wait_gathered.default, arguments, {"first_place": self._first_destination, **self.group_arguments}
         )
@@ -125,14 +125,14 @@ class GatheredTokens:
 
     def insert_return(self, sums: fx.Node) -> fx.Node:
         """Return the sums of all ranks' tokens to the ranks of the tokens."""
-        call, parts, letters = self.routed.call, self.routed.unpack, (self.token_letter, "D")
+        call, unpack, letters = self.routed.call, self.routed.unpack, (self.token_letter, "D")
         if self.routes.pulls:
             kwargs = {"experts_per_rank": self.placement.experts_per_rank, **self.group_arguments}
             return call(
                 ops.pull_sums.default, (sums, self.local_ids, self.destinations), kwargs, letters, axis=self.axis
             )
         back = call(ops.scatter_sums.default, (sums,), self.group_arguments, name="back", axis=self.axis)
-        sent, ticket = parts(back, ((), ()))
+        sent, ticket = unpack(back, ((), ()))
         return call(ops.wait_scattered.default, (sent, ticket, self.destinations), self.group_arguments, letters)
 
 

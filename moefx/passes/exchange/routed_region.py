@@ -142,7 +142,9 @@ class RoutedRegion:
         node.meta["letters"] = letters
         names = names or ("",) * len(letters)
         numbered_parts = enumerate(zip(letters, names, strict=True))
-        return [self.call(operator.getitem, (node, i), {}, part, name) for i, (part, name) in numbered_parts]
+        return [
+            self.call(operator.getitem, (node, i), {}, part_letters, name) for i, (part_letters, name) in numbered_parts
+        ]
 
     def emit_keep_mask(self) -> fx.Node:
         """Emit the mask [S,K] of the slots that have a row in the `build_pft`."""
