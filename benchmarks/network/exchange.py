@@ -152,10 +152,10 @@ def main() -> None:
                 rows_of[way] = rows_by_hop(torch.cat(ids), args, way) if "," not in way else None
         want = block(x[:16]).float()
         for way, graph in graphs.items():
-            counter = exchange.start = Counter(args.node_size)
+            counter = exchange.start_all_to_all = Counter(args.node_size)
             out = graph.run(x)
             out = (out[0] if isinstance(out, (tuple, list)) else out)[:16].float()
-            exchange.start = start_all_to_all
+            exchange.start_all_to_all = start_all_to_all
             error = ((out - want).norm() / want.norm()).item()
             dist.all_reduce(counter.found)
             rows, leaves, sent = counter.found.tolist()

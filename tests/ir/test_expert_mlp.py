@@ -31,14 +31,14 @@ KEEPS = ["h", "x", "all", "none"]
 @contextlib.contextmanager
 def force_provider(provider: str) -> Iterator[str]:
     """Force a provider of `expert_mlp` and its backward. "padded": "segments" with padding rows."""
-    before = segments.padding
+    before = segments.choose_padding
     if provider == "padded":
-        provider, segments.padding = "segments", lambda num_rows, *_: num_rows % 4
+        provider, segments.choose_padding = "segments", lambda num_rows, *_: num_rows % 4
     try:
         with op_providers.force("expert_mlp", provider), op_providers.force("expert_mlp_backward", provider):
             yield provider
     finally:
-        segments.padding = before
+        segments.choose_padding = before
 
 
 def run(layer: Layer, routing: Routing, x: Tensor, weights: Tensor, keep: str = "h") -> tuple[Tensor, ...]:
