@@ -14,8 +14,10 @@ from ..errors import InvalidInput, MoefxError
 from ..runtime.ranks.data_parallel_wrappers import ACCELERATED_PIPELINE_REFUSAL, DDP_REFUSAL
 from ..runtime.ranks.staged_models import STAGED
 from ..runtime.ranks.state_dicts import ShardOnLoad
+from ..util.turn_taking import WaitCounts, take_turns
 from .micro_batches import check_batch, describe_inputs, split_inputs, split_tree
 from .pipeline_schedules import Stage, StageOrder, run_forwards
+from .stage_sharding import drop_unreduced_gradients
 from .stage_split import StageSplit, check_boundary
 from .stage_state import StageGroup
 
@@ -31,6 +33,9 @@ class Pipeline(nn.Module):
         stages: the models of this rank's stages, by number.
         cut_basis: the reason for the number of layers of each stage, for readers.
         planned_batch: (sequences, tokens of a sequence) that `step` takes on a rank; None: any.
+        overlaps_exchanges: whether one micro-batch computes while another one waits for an exchange. True for
+            "dualpipev". False runs them one after the other; set it on all ranks.
+        wait_counts: (covered, total) waits for exchanges on this rank in the last step that overlapped them.
     """
 
     def __init__(self, model: nn.Module, stages: list[Stage], split: StageSplit, order: StageOrder, group: StageGroup):
@@ -44,6 +49,7 @@ class Pipeline(nn.Module):
         if self._device.type == "cuda":
             self._device = torch.device("cuda", torch.cuda.current_device())
         self.cut_basis, self.planned_batch = split.basis, cast("tuple[int, int] | None", None)
+        self.overlaps_exchanges, self.wait_counts = order.kind.is_dual, WaitCounts()
         self._scheduled_inputs: Any = None  # a description of the inputs that `_schedule` is built for
         self._schedule: Any = None
         own_modules: dict[str, nn.Module] = {}
@@ -82,8 +88,19 @@ class Pipeline(nn.Module):
             raise InvalidInput("step() trains, and gradients are disabled here: call pipe.evaluate(...) for the loss")
         with self._load_micro_batches(inputs, kwargs, target, needs_target=True, trains=True):
             losses = {"target": torch.arange(self._order.microbatches)} if self._last_stage is not None else {}
-            self._schedule.step(**losses)
+            with self._overlap_exchanges():
+                self._schedule.step(**losses)
             return self._average_loss()
+
+    @contextlib.contextmanager
+    def _overlap_exchanges(self) -> Iterator[None]:
+        """Let micro-batches take turns if `overlaps_exchanges`, and count their waits."""
+        if not (self._order.kind.is_dual and self.overlaps_exchanges):
+            yield
+            return
+        with take_turns() as turns:
+            yield
+        self.wait_counts = turns.counts
 
     @torch.no_grad()
     def evaluate(self, *inputs: Any, target: Any = None, **kwargs: Any) -> Tensor:
@@ -125,7 +142,7 @@ class Pipeline(nn.Module):
                         "step(..., target=) is missing on a rank of the last stage: pass it on every rank"
                     )
                 targets = split_tree(target, batch, self._order.microbatches, "the target")
-            seen = (*describe_inputs(*calls[0]), self.training)
+            seen = (*describe_inputs(*calls[0]), self.training, self.overlaps_exchanges)
             if seen != self._scheduled_inputs:
                 boundary = check_boundary(self._split, *calls[0])
                 for stage in self._own_stages:
@@ -143,6 +160,8 @@ class Pipeline(nn.Module):
             yield
         except BaseException:
             self._scheduled_inputs = self._schedule = None  # torch's schedule keeps the losses of a step that failed
+            for module in self._sharded:
+                drop_unreduced_gradients(module)
             raise
         finally:
             for stage in self._own_stages:
@@ -183,9 +202,12 @@ class Pipeline(nn.Module):
 
     def extra_repr(self) -> str:
         layers = " + ".join(map(str, self._split.counts))
+        overlap = ""
+        if self._order.kind.is_dual and self.overlaps_exchanges:
+            overlap = ", {} of {} waits for exchanges covered in the last step".format(*self.wait_counts)
         return (
             f"schedule={self._order.name!r}, microbatches={self._order.microbatches}, {self._split.layers}: {layers} "
-            f"({self.cut_basis}), stages here: {', '.join(map(str, self.stages))}"
+            f"({self.cut_basis}), stages here: {', '.join(map(str, self.stages))}{overlap}"
         )
 
 

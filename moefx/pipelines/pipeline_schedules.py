@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import schedules
 
 from ..errors import InvalidPlan
+from .microbatch_overlap import register_overlap
 from .stage_modules import StagePort
 from .stage_sharding import StageSharding, UnmanagedStage
 
@@ -29,6 +30,7 @@ class ScheduleKind:
             stage. Otherwise rank r has stages r, r + ranks, ...
         takes_several: whether a rank may have any number of stages from `chunks`.
         splits_backward: whether gradients of weights are delayed.
+        is_dual: whether forwards of one micro-batch run beside backwards of another one.
     """
 
     torch_class: str
@@ -36,6 +38,7 @@ class ScheduleKind:
     is_v_shaped: bool = False
     takes_several: bool = False
     splits_backward: bool = False
+    is_dual: bool = False
 
 
 KINDS = {
@@ -44,7 +47,7 @@ KINDS = {
     "interleaved": ScheduleKind("ScheduleInterleaved1F1B", chunks=2, takes_several=True),
     "zb-h1": ScheduleKind("ScheduleInterleavedZeroBubble", splits_backward=True),
     "zbv": ScheduleKind("ScheduleZBVZeroBubble", chunks=2, is_v_shaped=True, splits_backward=True),
-    "dualpipev": ScheduleKind("ScheduleDualPipeV", chunks=2, is_v_shaped=True, splits_backward=True),
+    "dualpipev": ScheduleKind("ScheduleDualPipeV", chunks=2, is_v_shaped=True, splits_backward=True, is_dual=True),
 }
 
 
@@ -107,7 +110,11 @@ class StageOrder:
         make = getattr(schedules, self.kind.torch_class)
         numbered: list[Any] = [NumberedStage(stage, self, device, group) for stage in stages]
         is_single = issubclass(make, schedules.PipelineScheduleSingle)
-        return make(numbered[0] if is_single else numbered, self.microbatches, loss_fn=_return_loss, scale_grads=False)
+        arguments = numbered[0] if is_single else numbered, self.microbatches
+        schedule = make(*arguments, loss_fn=_return_loss, scale_grads=False)
+        if self.kind.is_dual:
+            register_overlap(schedule)
+        return schedule
 
 
 def order_stages(

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from .._plan import Plan
@@ -115,6 +115,18 @@ def resolve_zero(data: str, zero: int | None, planned: int | None, data_ranks: i
             "of weights: use schedule='1f1b' or 'interleaved', or zero=1"
         )
     return stage
+
+
+def drop_unreduced_gradients(module: FSDPModule) -> None:
+    """Drop the gradients of micro-batches that FSDP keeps until it reduces them: those of a step that failed."""
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one group
+    for group in [state._fsdp_param_group] if groups is None else groups:
+        for parameter in () if group is None else group.fsdp_params:
+            if "unsharded_accumulated_grad" in vars(parameter):  # before torch 2.15, in the dtype of the reduction
+                parameter.unsharded_accumulated_grad = None
+            if (unsharded := getattr(parameter, "unsharded_param", None)) is not None:
+                unsharded.grad = None
 
 
 class UnmanagedStage(nn.Module):

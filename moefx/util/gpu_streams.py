@@ -1,4 +1,4 @@
-"""Order calls in several streams of a GPU, and recognise the capture of a CUDA graph."""
+"""Order calls in several streams of a GPU, find the stream of a thread, and recognise the capture of a CUDA graph."""
 
 from __future__ import annotations
 
@@ -15,6 +15,14 @@ def is_capturing(device: torch.device) -> bool:
     is_current = torch.cuda.current_device() == device.index
     with contextlib.nullcontext() if is_current else torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
+
+
+def find_accelerator_stream() -> torch.Stream | None:
+    """Return the stream of this thread, which determines the device; None if no accelerator is in use."""
+    device = torch.accelerator.current_accelerator()
+    if device is None or not torch.get_device_module(device).is_initialized():
+        return None
+    return torch.accelerator.current_stream()
 
 
 class LastStream:

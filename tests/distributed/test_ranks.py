@@ -18,6 +18,10 @@ pytestmark = [
     ),
 ]
 
+needs_dual_schedules = pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="rewritten blocks cannot delay gradients of weights"
+)
+
 RunCases = Callable[..., str]  # called with a module of this folder and names of its functions
 
 
@@ -206,6 +210,17 @@ def test_pipelines_train_as_one_device(four_ranks, case):
 
 def test_pipelines_of_two_ranks_train_as_one_device(two_ranks):
     two_ranks("pipeline_training_cases", "pipelines_of_two")
+
+
+@needs_dual_schedules
+@for_each_case("pipeline_overlap_cases")
+def test_dual_schedules_overlap_exchanges(four_ranks, case):
+    four_ranks(*case)
+
+
+@needs_dual_schedules
+def test_a_lost_rank_ends_an_overlapped_step():
+    launch(4, "tests.distributed.pipeline_overlap_cases", "loses_a_rank")
 
 
 @for_each_case("pipeline_mistake_cases")

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...util.compile_lock import compile_lock
 from ...util.default_device import neutral_device
+from ...util.gpu_streams import find_accelerator_stream
 from . import device_autocast
 
 R = TypeVar("R")
@@ -89,7 +90,7 @@ class _Work:
         self.gate, self.running = threading.Lock(), threading.Lock()
         self.has_begun = self.has_ended = self.is_cancelled = False
         self.thread = threading.Thread(target=contextvars.copy_context().run, args=(self._run,), name="moefx")
-        self.state = device_autocast.get_device_state(), _get_accelerator_stream()
+        self.state = device_autocast.get_device_state(), find_accelerator_stream()
 
     def result(self) -> Any:
         self.running.acquire()  # after an interrupt `join` reports that the thread has ended
@@ -150,14 +151,6 @@ class _Work:
 
 
 _current: contextvars.ContextVar[_Work | None] = contextvars.ContextVar("worker", default=None)
-
-
-def _get_accelerator_stream() -> torch.Stream | None:
-    """Return the stream of this thread, which determines the device; None if no accelerator is in use."""
-    device = torch.accelerator.current_accelerator()
-    if device is None or not torch.get_device_module(device).is_initialized():
-        return None
-    return torch.accelerator.current_stream()
 
 
 def _start_with_deep_stack(thread: threading.Thread) -> None:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import RanksLost
+from ...util.turn_taking import offer_turn
 from .op_definition import op
 from .parameter_samples import NUM_WORDS, Sampler, local_sample, take_sampler
 from .token_routing import build_pft
@@ -224,8 +225,9 @@ def read_counts(
     layout = _counts_layout(tuple(levels), dist.get_rank(process_group), near)
     # A checkpoint that kept the counts reads them again: then there is no entry.
     work, sampler = _counts_in_transit.pop(received_counts.data_ptr(), (None, None))
-    with raise_ranks_lost():
-        if work is not None:
+    if work is not None:
+        offer_turn()
+        with raise_ranks_lost():
             work.wait(*([] if timeout is None else [datetime.timedelta(seconds=timeout)]))
     # Compute with Python numbers: the GPU idles meanwhile, and ops on small tensors take longer.
     flat = torch.cat([counts.flatten(), received_counts.flatten()]).cpu().tolist()

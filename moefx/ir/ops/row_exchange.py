@@ -28,7 +28,7 @@ from torch import Tensor
 from .op_definition import op, unpack_saved
 from .row_packing import Column, RowLayout, build_row_layout, join_columns, pack_rows, split_columns
 from .token_routing import build_pft_backward, combine
-from .uneven_all_to_all import start_all_to_all, wait_for_collective
+from .uneven_all_to_all import start_all_to_all, wait_for_collective, wait_for_collectives
 
 _PLAN = "Tensor token_ids, Tensor slot_ids, Tensor rank_offsets, Tensor inverse, Tensor splits"
 _PLAN_SHAPES = "token_ids[B], slot_ids[B], rank_offsets[E+1], inverse[S,K], splits[_,E]"
@@ -143,7 +143,9 @@ def all_to_all_rows_backward(
             hold values of slots.
     """
     send_plan = _SendPlan(*plan)
-    columns = split_columns([wait_for_collective(sent).view(torch.uint8)], dtypes=dtypes, widths=widths)
+    columns = split_columns(
+        [wait_for_collective(sent, in_backward=True).view(torch.uint8)], dtypes=dtypes, widths=widths
+    )
     # Only the row to a slot's rank has a gradient for the slot: the sum over a token's rows adds zeros.
     return [
         send_plan.sum_by_token(column)
@@ -182,7 +184,7 @@ def wait_rows(
     columns = build_row_layout(
         token_values, slot_values, destinations, destinations_per_rank=num_slots, dedup=dedup
     ).columns
-    buffers = [wait_for_collective(part) for part in sent]
+    buffers = wait_for_collectives(sent)
     column_arguments = {"dtypes": [c.dtype_name for c in columns], "widths": [c.width for c in columns]}
     *received_columns, local_ids = split_columns(buffers, **column_arguments, places=True)
     return [*received_columns[: len(token_values)], local_ids, *received_columns[len(token_values) :]]
@@ -368,7 +370,7 @@ def _save_back(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: S
 
 
 def _back_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
-    parts = [wait_for_collective(grad) for grad in grads[ctx.num_parts :]]
+    parts = wait_for_collectives(grads[ctx.num_parts :], in_backward=True)
     return (parts[0] if len(parts) == 1 else torch.cat(parts)), None, None
 
 

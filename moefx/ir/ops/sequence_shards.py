@@ -44,7 +44,8 @@ def sum_shards(x: Tensor, *, rank: int, size: int, group: str) -> Tensor:
     """Sum the tensors of all ranks, and return the rank's shard, [s,D]."""
     length, num_tokens = _shard_length(x.shape[0], size), x.shape[0]
     padded = _pad_rows(x, size * length)
-    part = wait_for_collective(torch.ops._c10d_functional.reduce_scatter_tensor(padded, "sum", size, group))
+    in_transit = torch.ops._c10d_functional.reduce_scatter_tensor(padded, "sum", size, group)
+    part = wait_for_collective(in_transit, in_backward=True)
     own_length = max(min(num_tokens - rank * length, length), 0)
     return part[:own_length].clone() if own_length < length else part
 

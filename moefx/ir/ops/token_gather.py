@@ -26,7 +26,14 @@ from torch import Tensor
 from ...errors import InvalidInput, RanksLost
 from .op_definition import copy_unless_joined, op, unpack_saved
 from .row_packing import Column, RowLayout, join_columns, split_columns
-from .uneven_all_to_all import format_ranks, get_group, raise_ranks_lost, refuse_capture, wait_for_collective
+from .uneven_all_to_all import (
+    format_ranks,
+    get_group,
+    raise_ranks_lost,
+    refuse_capture,
+    wait_for_collective,
+    wait_for_collectives,
+)
 
 # -- lengths
 
@@ -140,7 +147,7 @@ def gather_tokens(
 )
 def gather_tokens_backward(sent: list[Tensor], *, num_tokens: int) -> list[Tensor]:
     """Wait for the gradients of this rank's tokens and slots, and cut off the padding."""
-    return [copy_unless_joined(wait_for_collective(part)[:num_tokens]) for part in sent]
+    return [copy_unless_joined(part[:num_tokens]) for part in wait_for_collectives(sent, in_backward=True)]
 
 
 @op(
@@ -163,7 +170,7 @@ def wait_gathered(
     Returns:
         Values of tokens [A,D], destinations minus `first_place` int32 [A,K], then values of slots [A,K].
     """
-    *token_values, packed = [wait_for_collective(part) for part in sent]
+    *token_values, packed = wait_for_collectives(sent)
     columns = _build_slot_layout(slot_values, destinations).columns
     column_arguments = {"dtypes": [c.dtype_name for c in columns], "widths": [c.width for c in columns]}
     *received_values, all_destinations = split_columns([packed], **column_arguments, places=False)
@@ -344,7 +351,9 @@ def _save_scatter(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs
     ctx.mark_non_differentiable(outputs[0])
 
 
-scatter_sums.autograd(save=_save_scatter, backward=lambda ctx, grads: (wait_for_collective(grads[1]),))
+scatter_sums.autograd(
+    save=_save_scatter, backward=lambda ctx, grads: (wait_for_collective(grads[1], in_backward=True),)
+)
 
 
 def _save_scattered(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:

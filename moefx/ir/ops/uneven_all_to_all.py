@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import MoefxError, RanksLost
+from ...util.turn_taking import offer_turn
 
 _NO_EMPTY_RANKS = "MOEFX_NO_EMPTY_RANKS"  # see docs/expert_parallelism.md
 _TAG = 29285  # distinct from tags of the user's program
@@ -82,12 +83,25 @@ def _exchange_with_own_row(
     return torch.cat([result[:own_row], result[own_row + 1 :]])
 
 
-def wait_for_collective(rows: Tensor) -> Tensor:
-    """Wait for a collective, such as `start_all_to_all`, and return its result.
+def wait_for_collective(rows: Tensor, *, in_backward: bool = False) -> Tensor:
+    """Wait for a collective, such as `start_all_to_all`, and return its result: see `wait_for_collectives`."""
+    return wait_for_collectives([rows], in_backward=in_backward)[0]
+
+
+def wait_for_collectives(parts: Sequence[Tensor], *, in_backward: bool = False) -> list[Tensor]:
+    """Wait for several collectives, and return their results. Another micro-batch may compute meanwhile.
+
+    Args:
+        in_backward: whether a backward waits, see `offer_turn`.
 
     Raises:
         RanksLost: another rank has died, or does not answer within the process group's limit.
     """
+    offer_turn(in_backward)
+    return [_wait_for_rows(part) for part in parts]
+
+
+def _wait_for_rows(rows: Tensor) -> Tensor:
     # A tracer's tensors have no memory, and their sizes may be unknown.
     if type(rows) is Tensor and rows.numel() and not rows.untyped_storage().nbytes():
         raise MoefxError(
