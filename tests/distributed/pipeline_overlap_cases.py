@@ -18,14 +18,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from moefx.distribution.pipelines import microbatch_overlap
 from torch import Tensor
 from torch.distributed.pipelining import schedules
 from torch.profiler import ProfilerActivity, profile
 from torch.profiler.profiler import _ExperimentalConfig
 
 from moefx.errors import RanksLost
-from moefx.ir.ops import row_exchange, sequence_shards, token_gather, uneven_all_to_all
+from moefx.ir.ops import row_exchange, token_gather, uneven_all_to_all
+from moefx.pipelines import microbatch_overlap
 from moefx.util import turn_taking
 
 from .parallelize_cases import check_raises
@@ -136,19 +136,21 @@ def record_exchanges(seconds: Callable[[], float]) -> Iterator[list[str]]:
 
         return record
 
-    def wait(*args: Any, original: Any = uneven_all_to_all.wait_all, **kwargs: Any) -> Any:
+    def wait(*args: Any, original: Any = uneven_all_to_all.wait_for_collectives, **kwargs: Any) -> Any:
         arrived = original(*args, **kwargs)
         time.sleep(seconds())
         return arrived
 
     with contextlib.ExitStack() as stack:
-        for module in (row_exchange, token_gather, uneven_all_to_all, sequence_shards):
-            for name in ("start", "start_gather", "start_scatter"):
-                if hasattr(module, name):
-                    wrapped = wrap_start(getattr(module, name))
-                    stack.enter_context(mock.patch.object(module, name, wrapped))
-            if hasattr(module, "wait_all"):
-                stack.enter_context(mock.patch.object(module, "wait_all", wait))
+        for module, name in (
+            (row_exchange, "start_all_to_all"),
+            (uneven_all_to_all, "start_all_to_all"),
+            (token_gather, "start_gather"),
+            (token_gather, "start_scatter"),
+        ):
+            stack.enter_context(mock.patch.object(module, name, wrap_start(getattr(module, name))))
+        for module in (row_exchange, token_gather, uneven_all_to_all):
+            stack.enter_context(mock.patch.object(module, "wait_for_collectives", wait))
         yield order
 
 
@@ -197,7 +199,7 @@ def loses_a_rank() -> None:
     pipe = build_dual(sizes=sizes)
     wanted = run_step(pipe, sizes)
     assert wanted
-    original, starts = row_exchange.start, [0]
+    original, starts = row_exchange.start_all_to_all, [0]
 
     def start(*args: Any) -> Tensor:
         turns = turn_taking.find_turns()
@@ -206,7 +208,7 @@ def loses_a_rank() -> None:
             os._exit(0)
         return original(*args)
 
-    with mock.patch.object(row_exchange, "start", start):
+    with mock.patch.object(row_exchange, "start_all_to_all", start):
         try:
             run_step(pipe, sizes)
         except RuntimeError as error:  # torch names the stage, and keeps the cause
