@@ -30,7 +30,7 @@ from ..matching.results.match_result import Match
 from ..matching.results.size_samples import SizeSamples
 from ..matching.terms.parameter_slices import get_tensor
 from ..matching.unsupported_effects import refuse_effects
-from .rewriting.aligned_nodes import AlignedNodes
+from .rewriting.aligned_nodes import AlignedNodes, list_leaf_nodes
 from .rewriting.residual_graph import ResidualGraph
 from .rewriting.routed_sum import RoutedSum
 
@@ -288,7 +288,7 @@ class Rewriter:
             if call is None:
                 out.append(aligned)
             else:
-                out.append(AlignedNodes(_list_result_nodes(c.out)[0] for c in call))
+                out.append(AlignedNodes(list_leaf_nodes(c.out)[0] for c in call))
         return out
 
     def _collect_effects(self) -> list[AlignedEffect]:
@@ -367,10 +367,6 @@ def _changes_module(effect: Effect, call: SubmoduleCall) -> bool:
 
 def _is_node(value: Any) -> bool:
     return isinstance(value, fx.Node)
-
-
-def _list_result_nodes(tree: Any) -> list[fx.Node]:
-    return [n for n in pytree.tree_leaves(tree) if isinstance(n, fx.Node)]
 
 
 def _drop_dead_nodes(graph: fx.Graph) -> None:

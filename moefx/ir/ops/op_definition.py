@@ -279,6 +279,21 @@ def unpack_saved(ctx: Any) -> Sequence[Any]:
     return saved
 
 
+def fill_gradients(grads: Sequence[Tensor | None], outputs: Sequence[Any]) -> list[Tensor]:
+    """Return the gradients of the floating-point results in their dtypes, zeros for results without a gradient.
+
+    Every rank takes part in the exchange of a backward, even without a gradient of its own.
+
+    Args:
+        outputs: (shape, dtype, device) of each result.
+    """
+    return [
+        torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad.to(dtype)
+        for grad, (shape, dtype, device) in zip(grads, outputs, strict=True)
+        if dtype.is_floating_point
+    ]
+
+
 def op(schema: str, *, contract: str, **options: Any) -> Callable[[Callable[..., Any]], Op]:
     """Return a decorator that makes `Op(schema, ..., reference=the decorated function)`."""
     return lambda reference: Op(schema, contract=contract, reference=reference, **options)

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from .exchange_routes import find_destination_ranks
-from .op_definition import op, unpack_saved
+from .op_definition import fill_gradients, op, unpack_saved
 from .peer_memory import shared_columns
-from .token_gather import choose_length, fill_gradients, make_fake_length
+from .token_gather import choose_length, make_fake_length
 from .uneven_all_to_all import get_group
 
 # -- kernels

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .op_definition import op, unpack_saved
-from .row_packing import Column, RowLayout, build_row_layout, join_columns, pack_rows, split_columns
+from .op_definition import fill_gradients, op, unpack_saved
+from .row_packing import Column, RowLayout, build_row_layout, join_columns, make_ticket, pack_rows, split_columns
 from .token_routing import build_pft_backward, combine
 from .uneven_all_to_all import start_all_to_all, wait_for_collective, wait_for_collectives
 
@@ -83,11 +83,7 @@ class _RowColumns(NamedTuple):
         """Return a ticket of the width of the packed gradients, on the device of `template`."""
         layout = self.gradients
         dtype = layout.columns[0].dtype
-        return _make_ticket(template, num_rows, layout.num_bytes // dtype.itemsize, dtype)
-
-
-def _make_ticket(template: Tensor, num_rows: Any, width: Any, dtype: torch.dtype) -> Tensor:
-    return template.new_empty((), dtype=dtype).expand(num_rows, width)
+        return make_ticket(template, num_rows, layout.num_bytes // dtype.itemsize, dtype)
 
 
 # -- dispatch
@@ -230,7 +226,7 @@ def all_to_all_back(rows: Tensor, splits: list[Tensor], tickets: list[Tensor], *
             start_all_to_all(rows[begin : begin + sum(receive_counts)], receive_counts, send_counts, group)
         )
         begin += sum(receive_counts)
-        own_tickets.append(_make_ticket(rows, sum(receive_counts), rows.shape[1], rows.dtype))
+        own_tickets.append(make_ticket(rows, sum(receive_counts), rows.shape[1], rows.dtype))
     return [*in_transit, *own_tickets]
 
 
@@ -300,7 +296,7 @@ def _(rows, splits, tickets, *, groups):
     in_transit = [rows.new_empty((t.shape[0], rows.shape[1])) for t in tickets]
     # A single part has all rows; with several parts the sizes are unknown.
     sizes = [rows.shape[0]] if len(tickets) == 1 else [_unknown_size() for _ in tickets]
-    return [*in_transit, *(_make_ticket(rows, size, rows.shape[1], rows.dtype) for size in sizes)]
+    return [*in_transit, *(make_ticket(rows, size, rows.shape[1], rows.dtype) for size in sizes)]
 
 
 @wait_sums.fake
@@ -350,12 +346,7 @@ def _save_wait_rows(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outpu
 
 def _wait_rows_gradients(ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
     saved, num_parts = unpack_saved(ctx), ctx.num_parts
-    # Every rank takes part in the collective, even without gradients.
-    present_grads = [
-        torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
-        for grad, (shape, dtype, device) in zip(grads, ctx.outputs, strict=True)
-        if dtype.is_floating_point
-    ]
+    present_grads = fill_gradients(grads, ctx.outputs)
     sent = wait_rows_backward(present_grads, list(saved[:num_parts]), list(saved[num_parts:]), groups=ctx.groups)
     return None, sent, *(None,) * 4
 

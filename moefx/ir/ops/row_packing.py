@@ -172,3 +172,19 @@ def _(buffers, *, dtypes, widths, places=False):
     if places:
         columns[-1] = columns[-1]._replace(dtype=torch.int32)
     return [buffers[0].new_empty((num_rows, c.width), dtype=c.dtype) for c in columns]
+
+
+# -- shapes for collectives
+
+
+def pad_rows(rows: Tensor, length: int, value: int = 0) -> Tensor:
+    """Pad rows [S, ...] to [L, ...]."""
+    num_missing = length - rows.shape[0]
+    if not num_missing:
+        return rows.contiguous()
+    return torch.cat([rows, rows.new_full((num_missing, *rows.shape[1:]), value)])
+
+
+def make_ticket(template: Tensor, num_rows: Any, width: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """Make a tensor [num_rows, width] without memory, on the device of `template` and by default of its dtype."""
+    return template.new_empty((), dtype=dtype).expand(num_rows, width)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .op_definition import op
+from .row_packing import pad_rows
 from .uneven_all_to_all import wait_for_collective
 
 GRADIENTS = ("replicated", "partial")
@@ -34,7 +35,7 @@ def shard_tokens(x: Tensor, *, rank: int, size: int, group: str) -> Tensor:
 )
 def unshard_tokens(part: Tensor, *, num_tokens: int, rank: int, size: int, group: str, gradients: str) -> Tensor:
     """Gather the shards of all ranks, [S,D]. Differentiable; the module describes `gradients`."""
-    padded = _pad_rows(part, _shard_length(num_tokens, size))
+    padded = pad_rows(part, _shard_length(num_tokens, size))
     tokens = wait_for_collective(torch.ops._c10d_functional.all_gather_into_tensor(padded, size, group))
     return tokens[:num_tokens].clone() if tokens.shape[0] > num_tokens else tokens
 
@@ -43,7 +44,7 @@ def unshard_tokens(part: Tensor, *, num_tokens: int, rank: int, size: int, group
 def sum_shards(x: Tensor, *, rank: int, size: int, group: str) -> Tensor:
     """Sum the tensors of all ranks, and return the rank's shard, [s,D]."""
     length, num_tokens = _shard_length(x.shape[0], size), x.shape[0]
-    padded = _pad_rows(x, size * length)
+    padded = pad_rows(x, size * length)
     in_transit = torch.ops._c10d_functional.reduce_scatter_tensor(padded, "sum", size, group)
     part = wait_for_collective(in_transit, in_backward=True)
     own_length = max(min(num_tokens - rank * length, length), 0)
@@ -52,12 +53,6 @@ def sum_shards(x: Tensor, *, rank: int, size: int, group: str) -> Tensor:
 
 def _shard_length(num_tokens: Any, size: int) -> Any:
     return -(-num_tokens // size)
-
-
-def _pad_rows(x: Tensor, length: int) -> Tensor:
-    if x.shape[0] == length:
-        return x.contiguous()
-    return torch.cat([x, x.new_zeros((length - x.shape[0], x.shape[1]))])
 
 
 # -- registration

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import InvalidInput, RanksLost
-from .op_definition import copy_unless_joined, op, unpack_saved
-from .row_packing import Column, RowLayout, join_columns, split_columns
+from .op_definition import copy_unless_joined, fill_gradients, op, unpack_saved
+from .row_packing import Column, RowLayout, join_columns, make_ticket, pad_rows, split_columns
 from .uneven_all_to_all import (
     format_ranks,
     get_group,
@@ -86,19 +86,6 @@ def choose_length(num_tokens: Any, length: Tensor | None, max_tokens: int) -> An
     return max_tokens
 
 
-def _pad_rows(rows: Tensor, length: int, value: int = 0) -> Tensor:
-    """Pad rows [S, ...] to [L, ...]."""
-    num_missing = length - rows.shape[0]
-    if not num_missing:
-        return rows.contiguous()
-    return torch.cat([rows, rows.new_full((num_missing, *rows.shape[1:]), value)])
-
-
-def _make_ticket(template: Tensor, num_rows: Any, width: Any) -> Tensor:
-    """Make a tensor of this shape without memory."""
-    return template.new_empty(()).expand(num_rows, width)
-
-
 def _build_slot_layout(slot_values: Sequence[Tensor], destinations: Tensor) -> RowLayout:
     """Return the layout of the buffer with the values and destinations of a token's slots."""
     return RowLayout([*map(Column.of, slot_values), Column(torch.int32, destinations.shape[1])])
@@ -134,11 +121,11 @@ def gather_tokens(
         [A,bytes]. Then a ticket for each of `token_values` [L,D] and `slot_values` [L,K].
     """
     num_rows = choose_length(destinations.shape[0], length, max_tokens)
-    columns = [_pad_rows(values, num_rows) for values in slot_values] + [_pad_rows(destinations, num_rows, -1)]
+    columns = [pad_rows(values, num_rows) for values in slot_values] + [pad_rows(destinations, num_rows, -1)]
     gathered = start_gather(
-        [*(_pad_rows(values, num_rows) for values in token_values), join_columns(columns)], size, group
+        [*(pad_rows(values, num_rows) for values in token_values), join_columns(columns)], size, group
     )
-    return [*gathered, *(_make_ticket(values, num_rows, values.shape[1]) for values in (*token_values, *slot_values))]
+    return [*gathered, *(make_ticket(values, num_rows, values.shape[1]) for values in (*token_values, *slot_values))]
 
 
 @op(
@@ -204,7 +191,7 @@ def scatter_sums(sums: Tensor, *, size: int, group: str) -> tuple[Tensor, Tensor
         The sums of this rank's tokens in transit, [L,D], and a ticket [A,D].
     """
     (sent,) = start_scatter([sums], size, group)
-    return sent, _make_ticket(sums, sums.shape[0], sums.shape[1])
+    return sent, make_ticket(sums, sums.shape[0], sums.shape[1])
 
 
 @op(
@@ -223,7 +210,7 @@ def wait_scattered(sent: Tensor, ticket: Tensor, destinations: Tensor, *, size: 
 )
 def wait_scattered_backward(grad: Tensor, ticket: Tensor, *, size: int, group: str) -> Tensor:
     """Start to gather the gradients of all ranks' sums, [A,D]."""
-    (sent,) = start_gather([_pad_rows(grad.to(ticket.dtype), ticket.shape[0] // size)], size, group)
+    (sent,) = start_gather([pad_rows(grad.to(ticket.dtype), ticket.shape[0] // size)], size, group)
     return sent
 
 
@@ -259,7 +246,7 @@ def _(token_values, slot_values, destinations, length, *, max_tokens, size, grou
         (size * num_rows, _build_slot_layout(slot_values, destinations).num_bytes), dtype=torch.uint8
     )
     gathered = [t.new_empty((size * num_rows, t.shape[1])) for t in token_values]
-    return [*gathered, packed, *(_make_ticket(t, num_rows, t.shape[1]) for t in (*token_values, *slot_values))]
+    return [*gathered, packed, *(make_ticket(t, num_rows, t.shape[1]) for t in (*token_values, *slot_values))]
 
 
 @gather_tokens_backward.fake
@@ -283,7 +270,7 @@ wait_gathered_backward.fake(lambda grads, tickets, **_: [t.new_empty(t.shape) fo
 
 @scatter_sums.fake
 def _(sums, *, size, group):
-    return sums.new_empty((sums.shape[0] // size, sums.shape[1])), _make_ticket(sums, sums.shape[0], sums.shape[1])
+    return sums.new_empty((sums.shape[0] // size, sums.shape[1])), make_ticket(sums, sums.shape[0], sums.shape[1])
 
 
 wait_scattered.fake(lambda sent, ticket, destinations, **_: sent.new_empty((destinations.shape[0], sent.shape[1])))
@@ -291,21 +278,6 @@ wait_scattered_backward.fake(lambda grad, ticket, **_: ticket.new_empty(ticket.s
 
 
 # -- derivatives
-
-
-def fill_gradients(grads: Sequence[Tensor | None], outputs: Sequence[Any]) -> list[Tensor]:
-    """Return the gradients of the floating-point results in their dtypes, zeros for results without a gradient.
-
-    Every rank takes part in the exchange of the backward, even without a gradient of its own.
-
-    Args:
-        outputs: (shape, dtype, device) of each result.
-    """
-    return [
-        torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad.to(dtype)
-        for grad, (shape, dtype, device) in zip(grads, outputs, strict=True)
-        if dtype.is_floating_point
-    ]
 
 
 def _save_gather(ctx: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> None:
