@@ -211,11 +211,11 @@ def case_graph_is_printed() -> None:
     mesh = make_tensor_parallel_mesh()
     text = str(moefx.graph(compile_over_mesh(BLOCKS["stacked"](), mesh, PLAN), ""))
     lines = (
-        'own_ids              = shard_tokens(topk_ids, axis="tp")',
-        'own_w                = shard_tokens(topk_w, axis="tp")',
-        'own_x                = shard_tokens(x, axis="tp")',
-        "place                = place_choices(own_ids)",
-        'out                  = unshard_tokens(sums, axis="tp", gradients="replicated")',
+        'own_ids          = shard_tokens(topk_ids, axis="tp")',
+        'own_w            = shard_tokens(topk_w, axis="tp")',
+        'own_x            = shard_tokens(x, axis="tp")',
+        "destinations     = place_choices(own_ids)",
+        'out              = unshard_tokens(sums, axis="tp", gradients="replicated")',
     )
     for line in lines:
         assert line in text, text
