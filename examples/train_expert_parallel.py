@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -24,6 +24,7 @@ from moefx.demo.model import Config, LanguageModel
 from moefx.demo.stdlib_text import batches, standard_library_text
 
 CONFIG = Config(dim=64, layers=2, dense_hidden=96, num_experts=16, expert_hidden=32, top_k=4, context=64)
+OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)  # ranks have different parameters
 BATCH = 8  # sequences of all ranks together
 
 
@@ -58,14 +59,15 @@ class Training:
         return total.item() / dist.get_world_size()
 
     def save(self, folder: Path) -> None:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=OPTIONS)
         save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
 
     def load(self, folder: Path) -> None:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=OPTIONS)
         state = {"model": model, "optimizer": optimizer}
         load(state, checkpoint_id=folder)
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(self.model, self.optimizer, **states, options=OPTIONS)
 
 
 def run(training: Training, steps: range) -> list[float]:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 import moefx
 from moefx.demo.stdlib_text import batches, standard_library_text
 
+OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)  # ranks have different parameters
 CONTEXT, BATCH, MICROBATCHES = 64, 16, 2  # bytes of a sequence, sequences of all ranks, parts of a rank's batch
 
 
@@ -76,7 +77,7 @@ def run_step(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
 
 
 def read_state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    model_state, optimizer_state = get_state_dict(model, optimizer)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=OPTIONS)
     return {"model": model_state, "optimizer": optimizer_state}
 
 
@@ -109,7 +110,8 @@ def main(arguments: argparse.Namespace) -> list[float]:
     if saved:
         state, done = read_state(model, optimizer), int(saved[-1].parent.name.removeprefix("step-"))
         load(state, checkpoint_id=saved[-1].parent)
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(model, optimizer, **states, options=OPTIONS)
     text = Path(arguments.text).read_bytes() if arguments.text else standard_library_text()
     stream = iterate_batches(text, done, mesh, device)
     for step in range(done, arguments.steps):

@@ -18,6 +18,8 @@ from torch.utils._pytree import tree_map_only
 from ..errors import InvalidInput, InvalidPlan
 from ..runtime.block_forward import find_rewritten_blocks
 from ..runtime.ranks.data_parallel_wrappers import DDP_REFUSAL, refuse_accelerate
+from ..runtime.ranks.reductions import GRADIENT_WATCH
+from ..runtime.ranks.replaced_parameters import GatheredParameters
 from ..runtime.ranks.sharding import format_mesh
 from ..runtime.ranks.staged_models import refuse_pipeline
 from ..runtime.ranks.state_dicts import ShardOnLoad, join_name
@@ -26,6 +28,8 @@ from .data_axes import DataMeshes, choose_data_axes
 from .expert_layouts import find_expert_layouts
 from .layer_container import CONTAINERS, find_layer_container
 from .training_wiring import SPREAD_MESH, SpreadMesh
+
+_REPLACED = "moefx.parallelize or moefx.pipeline replaced them. Build the optimizer afterwards"
 
 
 def parallelize(
@@ -55,7 +59,8 @@ def parallelize(
         shard_axes: the data axes over which to shard. Default: those that `data` implies.
         replicate_axes: the data axes over which to replicate. Default for "hsdp": axes with "replica" in their name.
         mp_policy: the precision of parameters and reductions, as for `fully_shard`.
-        reshard_after_forward: free gathered parameters after the forward, except those of the outermost module.
+        reshard_after_forward: free gathered parameters after the forward. Those of the outermost module only after a
+            forward without gradients.
 
     Returns:
         The model.
@@ -77,6 +82,9 @@ def parallelize(
     all_experts = {parameter for parameters in experts.values() for parameter in parameters}
     placements = dict(choose_placements(root, all_experts, expert_axes.count_shards(mesh)))
 
+    replaced = vars(root)[GRADIENT_WATCH].replaced
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        replaced.mark(parameter, name, _REPLACED)
     meshes, policy = DataMeshes(mesh), mp_policy or MixedPrecisionPolicy()
     shard_others = functools.partial(fully_shard, mesh=meshes.build(axes), ignored_params=all_experts, mp_policy=policy)
     expert_mesh = meshes.build(expert_axes)
@@ -104,6 +112,8 @@ def parallelize(
         if isinstance(module, FSDPModule):
             _set_reductions(module, mesh)
     root.register_load_state_dict_pre_hook(ShardOnLoad())
+    finish_forward: Any = GatheredParameters(replaced, reshard_after_forward)
+    root.register_forward_hook(finish_forward)
     lines = (
         f"{'experts':<12}{expert_axes}",
         f"{'others':<12}{axes}",
@@ -122,6 +132,12 @@ def _find_spread_mesh(model: nn.Module, mesh: DeviceMesh) -> SpreadMesh:
         InvalidInput: it is spread over none, or FSDP has sharded it. InvalidPlan: it is spread over another mesh.
     """
     spread = vars(model).get(SPREAD_MESH)
+    if spread is None and (inner := [name for name, module in model.named_modules() if SPREAD_MESH in vars(module)]):
+        raise InvalidInput(
+            f"{type(model).__name__} is around a model that was compiled over a mesh, {inner[0]}: call "
+            f"moefx.parallelize(model.{inner[0]}, mesh), which works in place, if all parameters are in it, as with "
+            "adapters of PEFT. Else call moefx.compile on the outer model first"
+        )
     if spread is None:
         raise InvalidInput(
             f"{type(model).__name__} was not compiled over a mesh: call moefx.compile(model, mesh=mesh) first, then "

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..ir.ops.uneven_all_to_all import get_group
 from ..runtime.ranks import gradient_clipping, state_dicts
 from ..runtime.ranks.staged_models import find_stages
 from ..runtime.ranks.state_dicts import join_name
@@ -61,6 +63,12 @@ def expert_parameter_names(model: nn.Module, *, buffers: bool = False) -> list[s
     buffer_names = [name for name, _ in model.named_buffers(remove_duplicate=False)] if buffers else []
     names = [name for name, _ in model.named_parameters(remove_duplicate=not buffers)]
     return [name for name in names + buffer_names if name in differing]
+
+
+def list_own_parameters(model: nn.Module) -> list[str]:
+    """List the parameters of experts that other ranks do not have."""
+    groups = map_separate_parameters_to_groups(model)
+    return [name for name, group in groups.items() if dist.get_world_size(get_group(group)) > 1]
 
 
 def map_separate_parameters_to_groups(model: nn.Module) -> dict[str, str]:

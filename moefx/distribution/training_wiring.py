@@ -20,9 +20,9 @@ from ..runtime.ranks.expert_layout import ExpertLayout
 from ..runtime.ranks.overwrite_detection import AcceptLoadedExperts, OverwritingWatch
 from ..runtime.ranks.reductions import GRADIENT_WATCH, GradientWatch, Reduction, build_reductions, format_reductions
 from ..runtime.ranks.sharding import resolve_expert_axes
-from ..runtime.ranks.state_dicts import join_name, refuse_save_pretrained
+from ..runtime.ranks.state_dicts import RefuseOwnGroups, join_name, refuse_save_pretrained
 from ..runtime.ranks.topology import ExpertAxis
-from .spread_models import expert_parameter_names
+from .spread_models import expert_parameter_names, list_own_parameters
 
 SPREAD_MESH = "_moefx_spread_mesh"  # the attribute of a spread model that holds its `SpreadMesh`
 
@@ -90,10 +90,15 @@ def prepare_training(compiled: nn.Module, axis: ExpertAxis, plan: Plan) -> None:
     )  # fmt: skip
     vars(compiled)[SPREAD_MESH] = SpreadMesh(axis.mesh, reductions)
     refuse_save_pretrained(compiled)
+    compiled.register_state_dict_pre_hook(RefuseOwnGroups(list_own_parameters))
     if not manual:
         refuse_accelerate(compiled, axis.mesh)
     vars(compiled)[DDP_IGNORED] = IgnoredByDDP(compiled, getattr(compiled, DDP_IGNORED, ()), advice)
-    vars(compiled)[GRADIENT_WATCH] = GradientWatch(compiled, expert_parameter_names(compiled), reductions, manual)
+    watch = GradientWatch(compiled, expert_parameter_names(compiled), reductions, manual)
+    names, reason = {id(p): name for name, p in compiled.named_parameters()}, "moefx.compile replaced them"
+    for stack, part in axis.sharded_parameters.items():
+        watch.replaced.mark(stack, names.get(id(part), ""), f"{reason}. Build the optimizer afterwards")
+    vars(compiled)[GRADIENT_WATCH] = watch
 
 
 def mark_as_spread(model: nn.Module, mesh: DeviceMesh, expert_axes: tuple[str, ...], sequence_axis: str | None) -> None:
@@ -102,6 +107,8 @@ def mark_as_spread(model: nn.Module, mesh: DeviceMesh, expert_axes: tuple[str, .
     Args:
         expert_axes: the axes over which the experts of other stages are spread, () if all ranks hold all experts.
     """
-    vars(model)[SPREAD_MESH] = SpreadMesh(mesh, build_reductions(mesh, expert_axes, sequence_axis))
+    reductions = build_reductions(mesh, expert_axes, sequence_axis)
+    vars(model)[SPREAD_MESH] = SpreadMesh(mesh, reductions)
+    vars(model)[GRADIENT_WATCH] = GradientWatch(model, (), reductions, manual=True)
     refuse_save_pretrained(model)
     refuse_accelerate(model, mesh)

@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from ..errors import InvalidCheckpoint
+from ..runtime.ranks.replaced_parameters import reshard
 from ..util.rank_group import RankGroup
 from ..util.save_folder import find_checkpoint, replace_checkpoint
-from .spread_training import reshard
 
 # Key the state by parameter name: another mesh, or another release of transformers, groups parameters differently.
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)

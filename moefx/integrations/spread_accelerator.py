@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from ..distribution.spread_models import clip_grad_norm_, full_state_dict
 from ..errors import InvalidInput
 from ..runtime.ranks.data_parallel_wrappers import allow_accelerate
+from ..runtime.ranks.replaced_parameters import reshard
 from .sharded_state import load_model, load_optimizers, save_model, save_optimizers
-from .spread_training import check_optimizers, check_trainable, find_spread_model, reshard
+from .spread_training import check_optimizers, check_trainable, find_spread_model
 
 _MODEL, _OPTIMIZER = "sharded_model", "sharded_optimizer"  # folders that `save_state` writes
 

@@ -18,9 +18,10 @@ from ..checkpoints.load import load_pretrained
 from ..checkpoints.save import save_pretrained
 from ..distribution.data_parallelism import parallelize
 from ..errors import InvalidCheckpoint, InvalidInput
+from ..runtime.ranks.replaced_parameters import reshard
 from .sharded_state import load_optimizers, save_optimizers
 from .spread_accelerator import SpreadAccelerator, unwrap_optimizers
-from .spread_training import check_is_whole, find_spread_model, get_spread_mesh, reshard
+from .spread_training import check_is_whole, find_spread_model, get_spread_mesh
 
 if not hasattr(Trainer, "_clip_grad_norm"):
     raise ImportError(f"SpreadTrainer needs transformers 5.17 or later, and {transformers.__version__} is installed")

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ..distribution.training_wiring import SPREAD_MESH, SpreadMesh
@@ -92,13 +91,3 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], models: Sequen
                 "have any more: build the optimizer after moefx.parallelize, which replaces parameters, and before an "
                 "evaluation, which leaves gathered ones"
             )
-
-
-def reshard(model: nn.Module) -> None:
-    """Free parameters that FSDP keeps gathered after a forward without a backward, such as that of an evaluation.
-
-    `model.parameters()` would return them in place of the shards that an optimizer trains.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from ..errors import InvalidInput, MoefxError
 from ..runtime.ranks.data_parallel_wrappers import ACCELERATED_PIPELINE_REFUSAL, DDP_REFUSAL
 from ..runtime.ranks.staged_models import STAGED
-from ..runtime.ranks.state_dicts import ShardOnLoad
+from ..runtime.ranks.state_dicts import RefuseOwnGroups, ShardOnLoad
 from ..util.turn_taking import WaitCounts, take_turns
 from .micro_batches import check_batch, describe_inputs, split_inputs, split_tree
 from .pipeline_schedules import Stage, StageOrder, run_forwards
@@ -63,6 +63,8 @@ class Pipeline(nn.Module):
         self._names_elsewhere = [name for name in group.names if not name.startswith(prefixes)]
         self.register_load_state_dict_pre_hook(ShardOnLoad())
         self.register_load_state_dict_pre_hook(self._drop_other_stages)
+        if len(group.ranks) > 1:
+            self.register_state_dict_pre_hook(RefuseOwnGroups(_list_parameters))
         self.training = model.training
 
     @property
@@ -209,6 +211,10 @@ class Pipeline(nn.Module):
             f"schedule={self._order.name!r}, microbatches={self._order.microbatches}, {self._split.layers}: {layers} "
             f"({self.cut_basis}), stages here: {', '.join(map(str, self.stages))}{overlap}"
         )
+
+
+def _list_parameters(model: nn.Module) -> list[str]:
+    return [name for name, _ in model.named_parameters(remove_duplicate=False)]
 
 
 def _add_module(root: nn.Module, name: str, module: nn.Module) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -23,11 +25,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import moefx
 from moefx.distribution.data_parallelism import _list_layers_around_blocks, choose_placements
-from moefx.errors import InvalidInput, InvalidPlan
+from moefx.errors import InvalidInput, InvalidPlan, MoefxError
 
 from ..blocks import D, Gated, Loop
 from .models import BLOCKS, Model, compile_over_mesh, is_expert_parameter
-from .state_cases import create_shared_folder, load_checkpoint
+from .state_cases import BY_PARAMETER, create_shared_folder, load_checkpoint
 
 PLAN = moefx.Plan(validation="symbolic")
 RANKS, STEPS, PARTS = 4, 3, 2
@@ -114,6 +116,46 @@ def case_training_is_deterministic() -> None:
         (seen, parameters), again = (train(parallelize_model(kind, sizes), make_mesh(**sizes)) for _ in range(2))
         assert all(map(torch.equal, seen, again[0]))
         assert all(torch.equal(value, again[1][name]) for name, value in parameters.items())
+
+
+def case_evaluations_keep_the_trained_parameters() -> None:
+    """FSDP gathers parameters for a forward, and without a backward nothing frees those of the outermost module."""
+    model, x = parallelize_model("gated", dict(dp=2, ep=2)), draw_batch(0, 0)[dist.get_rank()]
+    names = list(dict(model.named_parameters()))
+    for no_grad in (torch.no_grad, torch.inference_mode):
+        with no_grad():
+            model(x)
+        assert list(dict(model.named_parameters())) == names
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    model(x).sum().backward()
+    wanted = moefx.clip_grad_norm_(model, 1e9)
+    model(x)  # with gradients, without a backward
+    assert not all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    torch.testing.assert_close(moefx.clip_grad_norm_(model, 1e9), wanted)
+
+
+def case_optimizers_of_replaced_parameters() -> None:
+    mesh, x = make_mesh(dp=2, ep=2), draw_batch(0, 0)[dist.get_rank()]
+    for kind in ("gated", "joined"):
+        original = Model(kind, layers=1).double()
+        stale = [torch.optim.SGD(original.parameters(), lr=0.1)]
+        model = moefx.compile(original, mesh=mesh, plan=PLAN, example_inputs=(x,))
+        stale.append(torch.optim.SGD(model.parameters(), lr=0.1))
+        model = moefx.parallelize(model, mesh)
+        with torch.no_grad():
+            model(x)
+        current = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss = model(x).sum()
+        gathered = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss.backward()
+        for optimizer in stale:
+            check_raises(InvalidInput, "moefx.pipeline replaced them. Build the optimizer", optimizer.step)
+        check_raises(InvalidInput, "FSDP had gathered them for a forward", gathered.step)
+        current.step()
+        original(x).sum().backward()  # it may be trained beside the other
+        stale[0].step()
+        copy.deepcopy(original), pickle.dumps(original)
+        assert not any(hasattr(parameter, "_moefx_replaced") for parameter in model.to("cpu").parameters())
 
 
 def case_tokens_shared_by_ranks() -> None:
@@ -296,6 +338,8 @@ def case_state_dicts_of_the_original() -> None:
         assert all(torch.equal(found[name], value) for name, value in other.state_dict().items())
         x = draw_batch(0, 0)[dist.get_rank()]
         torch.testing.assert_close(model(x), other(x))
+    moved = parallelize_model("gated", dict(ep=4)).state_dict()
+    check_raises(InvalidInput, "Load moefx.full_state_dict(other_model)", model.load_state_dict, moved)
 
 
 def case_checkpoints_reshard() -> None:
@@ -309,7 +353,7 @@ def case_checkpoints_reshard() -> None:
         optimizer, of_other = (torch.optim.AdamW(model.parameters()) for model in (saved, other))
         saved(draw_batch(0, 0)[dist.get_rank()]).sum().backward()
         optimizer.step()
-        model_state, optimizer_state = get_state_dict(saved, optimizer)
+        model_state, optimizer_state = get_state_dict(saved, optimizer, options=BY_PARAMETER)
         dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
         load_checkpoint(other, of_other, folder)
         wanted, found = moefx.full_state_dict(saved), moefx.full_state_dict(other)
@@ -321,6 +365,30 @@ def case_checkpoints_reshard() -> None:
         for name, parameter in other.named_parameters():
             moment = of_other.state[parameter]["exp_avg"].full_tensor()
             assert torch.equal(moment, of_plain.state[plain.get_parameter(name)]["exp_avg"]), name
+
+
+def case_groups_of_experts_are_saved() -> None:
+    """An optimizer with a group of experts, whose names differ between ranks."""
+    folder, x = create_shared_folder(), draw_batch(0, 0)[dist.get_rank()]
+    saved, other = (parallelize_model("gated", dict(dp=2, ep=2)) for _ in range(2))
+    optimizers = []
+    for model, rate in ((saved, 0.1), (other, 0.2)):
+        experts = [p for name, p in model.named_parameters() if is_expert_parameter(name)]
+        others = [p for name, p in model.named_parameters() if not is_expert_parameter(name)]
+        optimizers.append(torch.optim.AdamW([{"params": experts, "lr": rate}, {"params": others, "lr": rate / 2}]))
+    saved(x).sum().backward()
+    optimizers[0].step()
+    optimizers[0].zero_grad()
+    check_raises(MoefxError, "group 0 of AdamW has parameters of this rank only", get_state_dict, saved, optimizers[0])
+    model_state, optimizer_state = get_state_dict(saved, optimizers[0], options=BY_PARAMETER)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    load_checkpoint(other, optimizers[1], folder)
+    assert [group["lr"] for group in optimizers[1].param_groups] == [0.1, 0.05]
+    for model, optimizer in zip((saved, other), optimizers, strict=True):
+        model(x).sum().backward()
+        optimizer.step()
+    wanted, found = moefx.full_state_dict(saved), moefx.full_state_dict(other)
+    torch.testing.assert_close(found, wanted)
 
 
 class Reshaping(Loop):
@@ -418,6 +486,8 @@ def case_mistakes_in_the_call() -> None:
     check_raises(InvalidPlan, "over the ranks of the stage, mesh['ep']", moefx.parallelize, stage, stages)
     moefx.parallelize(model, mesh)  # the calls above left the model unchanged
     check_raises(InvalidInput, "is parallelized already", moefx.parallelize, model, mesh)
+    wrapped = nn.Sequential(compile_over_mesh(Model("gated", layers=1).double(), mesh, PLAN))
+    check_raises(InvalidInput, "call moefx.parallelize(model.0, mesh)", moefx.parallelize, wrapped, mesh)
 
 
 def case_models_that_cannot_be_sharded() -> None:

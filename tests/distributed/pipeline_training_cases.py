@@ -17,14 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import moefx
-from moefx.errors import InvalidInput
+from moefx.errors import InvalidInput, MoefxError
 from moefx.ir.ops import expert_mlp as experts
 
 from ..blocks import D
 from ..ir.counting import Counting
 from .models import BLOCKS
 from .parallelize_cases import check_raises
-from .state_cases import create_shared_folder, load_checkpoint
+from .state_cases import BY_PARAMETER, create_shared_folder, load_checkpoint
 
 VOCAB, LENGTH, STEPS = 11, 3, 3
 DELAYED = ("zb-h1", "zbv", "dualpipev") if torch.__version__ >= (2, 13) else ()  # with delayed gradients of weights
@@ -282,7 +282,8 @@ def case_checkpoints_reshard() -> None:
     ids, target = (tensor[number] for tensor in draw_batch(7, ranks, 8))
     saved.step(ids, target=target)
     optimizer.step()
-    model_state, optimizer_state = get_state_dict(saved, optimizer)
+    check_raises(MoefxError, "has parameters of this rank only", get_state_dict, saved, optimizer)
+    model_state, optimizer_state = get_state_dict(saved, optimizer, options=BY_PARAMETER)
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
     load_checkpoint(other, of_other, folder)
     load_checkpoint(plain, of_plain, folder)
@@ -292,6 +293,7 @@ def case_checkpoints_reshard() -> None:
     for name, parameter in other.named_parameters():
         moment = of_other.state[parameter]["exp_avg"]
         assert torch.equal(moment, of_plain.state[plain.get_parameter(name)]["exp_avg"]), name
+    assert of_other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
 
 
 def pipelines_of_eight() -> None:

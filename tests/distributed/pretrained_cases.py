@@ -26,7 +26,7 @@ from .models import Model
 from .parallelize_cases import check_raises, make_mesh
 from .pipeline_training_cases import Decoder, draw_batch, find_data_rank
 from .pipeline_training_cases import build as build_pipeline
-from .state_cases import check_equal, create_shared_folder, load_checkpoint
+from .state_cases import BY_PARAMETER, check_equal, create_shared_folder, load_checkpoint
 
 PLAN = moefx.Plan(validation="symbolic")
 
@@ -172,7 +172,7 @@ def case_asynchronous_checkpoints_reshard() -> None:
         optimizer.zero_grad()
 
     step()
-    model_state, optimizer_state = get_state_dict(saved, optimizer)
+    model_state, optimizer_state = get_state_dict(saved, optimizer, options=BY_PARAMETER)
     wanted = moefx.full_state_dict(saved)
     group = dist.new_group(backend="gloo")  # of the saving thread
     state = {"model": model_state, "optimizer": optimizer_state}

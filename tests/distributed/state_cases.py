@@ -31,6 +31,7 @@ from .launch import sampled
 from .models import BLOCKS, Model, compile_over_mesh, is_expert_parameter
 
 PLAN = moefx.Plan(validation="symbolic")
+BY_PARAMETER = StateDictOptions(flatten_optimizer_state_dict=True)
 KINDS = ("gated", "joined", "numbered", "flat")  # separate experts, stacked experts, and both
 
 
@@ -145,7 +146,7 @@ def case_checkpoints_reshard() -> None:
         optimizer = torch.optim.AdamW(saved.parameters(), lr=0.01)
         train_step(saved, optimizer, before)
         whole = moefx.full_state_dict(saved)
-        model_state, optimizer_state = get_state_dict(saved, optimizer)
+        model_state, optimizer_state = get_state_dict(saved, optimizer, options=BY_PARAMETER)
         dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
 
         other = compile_over_mesh(original, after, PLAN)
@@ -175,10 +176,11 @@ def shard_fully(compiled: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
-    model_state, optimizer_state = get_state_dict(model, optimizer)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=BY_PARAMETER)
     state = {"model": model_state, "optimizer": optimizer_state}
     dcp.load(state, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+    set_state_dict(model, optimizer, **states, options=BY_PARAMETER)
 
 
 def case_a_meta_model() -> None:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ...errors import MoefxError
 from ...ir.ops.uneven_all_to_all import get_group
+from .replaced_parameters import reshard
 
 
 @torch.no_grad()
@@ -31,6 +32,7 @@ def clip_grad_norm_(
     """
     if not norm_type > 0:
         raise MoefxError(f"norm_type={norm_type!r}: expected a number > 0")
+    reshard(model)
     named_parameters = list(model.named_parameters())
     if not named_parameters:
         return torch.zeros(())

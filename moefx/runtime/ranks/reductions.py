@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...errors import InvalidInput
 from ...util.user_code import is_user_file
+from .replaced_parameters import ReplacedParameters
 from .sharding import PIPELINE_AXIS, TENSOR_AXIS
 
 GRADIENT_WATCH = "_moefx_gradients"  # the attribute of a spread model that holds its `GradientWatch`
@@ -99,7 +100,7 @@ def format_reductions(reductions: Mapping[str, Reduction], counts: Mapping[str, 
 
 
 class GradientWatch:
-    """Warns once if an optimizer steps on unreduced gradients of a spread model.
+    """Warns once if an optimizer steps on unreduced gradients of a spread model. Refuses one of replaced parameters.
 
     Args:
         experts: names of the experts' parameters.
@@ -111,6 +112,7 @@ class GradientWatch:
         self.model, self.experts, self.reductions, self.manual = model, frozenset(experts), dict(reductions), manual
         self.seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.has_warned = self.is_up_to_date = False
+        self.replaced = ReplacedParameters()
         self.reduced: list[tuple[set[int], frozenset[int]]] = []
         _watches.add(self)
         weakref.finalize(self, _remove_unused_hook).atexit = False
@@ -121,10 +123,12 @@ class GradientWatch:
         """Check the first step of an optimizer.
 
         Raises:
-            InvalidInput: it belongs to a `GradScaler` that decides for each rank alone.
+            InvalidInput: it belongs to a `GradScaler` that decides for each rank alone, or it has parameters that the
+                model had before.
         """
         if optimizer in self.seen:
             return
+        self.replaced.check(optimizer, self.model)
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
         parameters = {name: p for name, p in self.model.named_parameters() if id(p) in stepped}
         if parameters and _has_plain_scaler():

@@ -8,7 +8,7 @@ saves the union and loads the keys of each rank, so it reshards between any two 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ...errors import MoefxError
+from ...errors import InvalidInput, MoefxError
 from ...ir.expert_placement import ExchangeRoutes, Placement
 from ...ir.ops.uneven_all_to_all import get_group
+from .replaced_parameters import reshard
 from .sharding import ExpertParameters
 
 
@@ -114,13 +115,23 @@ class ShardOnLoad:
     """A pre-hook of `load_state_dict` of a model that FSDP has sharded: reduce full parameters to this rank's part."""
 
     def __call__(self, model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        reshard(model)
         for name, parameter in model.named_parameters(remove_duplicate=False):
             _shard_entry(state_dict, prefix + name, parameter)
 
 
 def _shard_entry(state_dict: dict[str, Any], name: str, parameter: Any) -> None:
-    """Replace a full tensor in a state dict by this rank's part of it, if the parameter is sharded."""
+    """Replace a full tensor in a state dict by this rank's part of it, if the parameter is sharded.
+
+    Raises:
+        InvalidInput: the tensor is a part of another mesh.
+    """
     value: Any = state_dict.get(name)
+    if isinstance(value, DTensor) and isinstance(parameter, DTensor) and value.device_mesh != parameter.device_mesh:
+        raise InvalidInput(
+            f"load_state_dict: {name} is sharded over {value.device_mesh}, and the model over {parameter.device_mesh}. "
+            "Load moefx.full_state_dict(other_model), or save and load with torch.distributed.checkpoint"
+        )
     if type(value) in (Tensor, nn.Parameter) and isinstance(parameter, DTensor) and value.shape == parameter.shape:
         full = value.detach() if value.is_meta or parameter.is_meta else value.detach().to(parameter.device)
         state_dict[name] = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
@@ -135,6 +146,36 @@ class RefuseTorchFullStateDict:
                 f"get_model_state_dict(full_state_dict=True) cannot gather {prefix[:-1] or 'the model'}, whose experts "
                 "are parameters of their own on other ranks: use moefx.full_state_dict(model)"
             )
+
+
+class RefuseOwnGroups:
+    """A pre-hook of `state_dict`: refuse torch's `get_state_dict(model, optimizer)` if a group of the optimizer has
+    parameters of this rank only.
+
+    torch.distributed.checkpoint saves the groups of one rank, with the names of its parameters. A rank that finds none
+    of its own names in a group would load it without learning rate.
+
+    Args:
+        list_own: returns the names of a model's parameters that other ranks do not have.
+    """
+
+    def __init__(self, list_own: Callable[[nn.Module], Iterable[str]]):
+        self.list_own = list_own
+
+    def __call__(self, model: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not (optimizers := _find_saved_optimizers()):
+            return
+        own_names = set(self.list_own(model))
+        own = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in own_names}
+        for optimizer in optimizers:
+            for number, group in enumerate(optimizer.param_groups):
+                if group["params"] and all(id(p) in own for p in group["params"]):
+                    raise MoefxError(
+                        f"get_state_dict(model, optimizer): group {number} of {type(optimizer).__name__} has "
+                        "parameters of this rank only, and torch.distributed.checkpoint saves the groups of one rank. "
+                        "Pass options=StateDictOptions(flatten_optimizer_state_dict=True) to get_state_dict and "
+                        "set_state_dict: it saves learning rates and other options for each parameter"
+                    )
 
 
 class SavePretrainedRefusal:
@@ -173,6 +214,18 @@ def _is_gathering_full_state_dict() -> bool:
             return bool(getattr(frame.f_locals["info"], "full_state_dict", False))
         frame = frame.f_back
     return False
+
+
+def _find_saved_optimizers() -> tuple[torch.optim.Optimizer, ...]:
+    """Return the optimizers whose groups `torch.distributed.checkpoint.state_dict.get_state_dict` is collecting, () if
+    it is not running or flattens groups."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "get_state_dict" and {"info", "optimizers"} <= frame.f_locals.keys():
+            flattens = getattr(frame.f_locals["info"], "flatten_optimizer_state_dict", False)
+            return () if flattens else tuple(frame.f_locals["optimizers"])
+        frame = frame.f_back
+    return ()
 
 
 def _find_parameter(block: nn.Module, name: str) -> Any:
