@@ -136,12 +136,12 @@ def case_errors_of_one_rank_are_raised_by_all() -> None:
         assert sorted(path.name for path in Path(folder).iterdir()) == names
 
     for failing, target in (
-        (2, "safetensors_files.ShardFile.append"),  # in each of its files
-        (3, "safetensors_files.ShardFile.__init__"),
-        (0, "save.write_index"),
-        (0, "save_folder.os.rename"),
+        (2, "checkpoints.safetensors_files.ShardFile.append"),  # in each of its files
+        (3, "checkpoints.safetensors_files.ShardFile.__init__"),
+        (0, "checkpoints.save.write_index"),
+        (0, "util.save_folder.os.rename"),
     ):
-        with mock.patch(f"moefx.checkpoints.{target}", side_effect=full) if rank == failing else nullcontext():
+        with mock.patch(f"moefx.{target}", side_effect=full) if rank == failing else nullcontext():
             check_save(failing, OSError, str(full))
     check_save(1, InvalidCheckpoint, "max_shard_size='5'", max_shard_size="5" if rank == 1 else 600)
     check_raises(
