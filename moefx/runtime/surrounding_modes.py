@@ -63,7 +63,7 @@ class ThreadModes:
         self._caches_casts = torch.is_autocast_cache_enabled()
         self._function_modes = _get_current_function_mode_stack()
         self._dispatch_modes = dispatch_modes._get_current_dispatch_mode_stack()
-        self._saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:

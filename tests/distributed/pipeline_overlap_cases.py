@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._profiler import _ExperimentalConfig
 from torch.distributed.pipelining import schedules
 from torch.profiler import ProfilerActivity, profile
-from torch.profiler.profiler import _ExperimentalConfig
 
 from moefx.errors import RanksLost
 from moefx.ir.ops import row_exchange, token_gather, uneven_all_to_all
@@ -177,8 +177,9 @@ def case_errors_end_both_parts() -> None:
     sizes = {"pp": 1, "ep": 4}
     pipe = build_dual(sizes=sizes)
     wanted = run_step(pipe, sizes)
+    errors: tuple[Any, ...] = ValueError, KeyboardInterrupt
     for kind in (schedules.FORWARD, schedules.FULL_BACKWARD):
-        for error in (ValueError, KeyboardInterrupt):
+        for error in errors:
             original = microbatch_overlap._RUN_BY_TYPE[kind]
 
             def fail(action: Any, context: Any, original: Any = original, error: Any = error) -> None:

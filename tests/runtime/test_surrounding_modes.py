@@ -48,7 +48,8 @@ def run_in_thread(function: Callable[[], Any], modes: ThreadModes | None = None)
 
 
 def read_modes() -> Any:
-    made, saved = torch.ones(1), (torch.ones(2, requires_grad=True) ** 2).grad_fn
+    saved: Any = (torch.ones(2, requires_grad=True) ** 2).grad_fn
+    made = torch.ones(1)
     return (
         torch.is_grad_enabled(),
         torch.is_autocast_enabled("cpu"),
