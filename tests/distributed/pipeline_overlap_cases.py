@@ -98,6 +98,26 @@ def case_all_bits_are_equal() -> None:
     check_both_ways(plan=PLAN.replace(dispatch="gather", max_tokens=8))
 
 
+def case_exchanges_of_several_hops() -> None:
+    for dispatch in ("rbd", "halo"):
+        pipe, _ = check_both_ways(sizes={"pp": 1, "ep": 4}, plan=PLAN.replace(dispatch=dispatch, node_size=2))
+        assert pipe.wait_counts.covered > 0
+
+
+def case_autocast() -> None:
+    """The backward runs under the autocast of the step, and a weight that is used twice keeps its one cast."""
+    pipe = build(Decoder(*KINDS), make_mesh(**SIZES), schedule="dualpipev", microbatches=MICROBATCHES)
+    results = []
+    for overlaps in (False, True, True):
+        pipe.overlaps_exchanges = overlaps
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            results.append(run_step(pipe))
+    plain = run_step(pipe)
+    check_equal_bits(results[1], results[0])
+    check_equal_bits(results[2], results[0])
+    assert not torch.equal(plain["loss"], results[0]["loss"])
+
+
 def case_sequence_shards() -> None:
     """Share the tokens of a micro-batch between the ranks of the expert axis."""
     plan = PLAN.replace(expert_axis="tp", sequence_axis="tp")
