@@ -15,8 +15,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import moefx
 import moefx.ir.ops.exchange_routes
 import moefx.ir.ops.row_exchange
+from moefx.ir.ops import uneven_all_to_all as exchange
 from moefx.ir.ops.op_definition import registry
-from moefx.ir.ops.uneven_all_to_all import start_all_to_all, wait_for_collective
+from moefx.ir.ops.uneven_all_to_all import start_all_to_all
 
 from ..blocks import D, K
 from .launch import sampled
@@ -109,9 +110,7 @@ def case_weights_while_gradients_travel() -> None:
         with (
             mock.patch.object(backward, "providers", providers),
             mock.patch.object(moefx.ir.ops.row_exchange, "start_all_to_all", record_calls("start", start_all_to_all)),
-            mock.patch.object(
-                moefx.ir.ops.row_exchange, "wait_for_collective", record_calls("wait", wait_for_collective)
-            ),
+            mock.patch.object(exchange, "_wait_for_rows", record_calls("wait", exchange._wait_for_rows)),
         ):
             out.sum().backward()
         rows, weights = events.index("rows"), events.index("weights")

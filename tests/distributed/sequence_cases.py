@@ -70,7 +70,7 @@ def case_sizes_and_dispatches() -> None:
         check_gradients(model, compiled, mesh)
 
 
-def halve_gradient(t: torch.Tensor) -> torch.Tensor:
+def halve_gradient(t: torch.Tensor, **_) -> torch.Tensor:
     return wait_for_collective(t) * (1.0 if torch._C._current_graph_task_id() == -1 else 0.5)
 
 
@@ -195,7 +195,7 @@ def case_activations_are_divided() -> None:
         assert abs(kept[0] / kept[1] / size - 1) < 0.03, (size, kept)
         gathered: list[int] = []
 
-        def wait_and_record(t: torch.Tensor, gathered=gathered) -> torch.Tensor:
+        def wait_and_record(t: torch.Tensor, gathered=gathered, **_) -> torch.Tensor:
             gathered.append(t.nbytes)
             return wait_for_collective(t)
 
