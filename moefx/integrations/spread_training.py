@@ -88,6 +88,6 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], models: Sequen
         if spread and stale:
             raise InvalidInput(
                 f"{type(optimizer).__name__} has {len(stale)} parameter(s) that {type(spread[0]).__name__} does not "
-                "have any more: build the optimizer after moefx.parallelize, which replaces parameters, and before an "
-                "evaluation, which leaves gathered ones"
+                "have any more: build the optimizer after moefx.parallelize, which replaces parameters, and before a "
+                "forward with gradients, which leaves gathered ones"
             )

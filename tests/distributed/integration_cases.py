@@ -382,10 +382,9 @@ def case_mistakes() -> None:
     model = moefx.parallelize(model, make_mesh(dp=2, ep=2))
     check_raises(InvalidInput, "build the optimizer after moefx.parallelize", prepare, model, optimizer)
     model = spread_model(dict(dp=2, ep=2), {})
-    with torch.no_grad():
-        model(input_ids=torch.zeros(1, LENGTH, dtype=torch.long))
+    model(input_ids=torch.zeros(1, LENGTH, dtype=torch.long))
     optimizer = torch.optim.AdamW(model.parameters())
-    check_raises(InvalidInput, "and before an evaluation", prepare, model, optimizer)
+    check_raises(InvalidInput, "and before a forward with gradients", prepare, model, optimizer)
     check_raises(InvalidInput, "inside of Sequential", prepare, nn.Sequential(model))
     accelerator = moefx.integrations.SpreadAccelerator(cpu=True)
     prepared = accelerator.prepare(model)
