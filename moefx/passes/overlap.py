@@ -111,12 +111,14 @@ def _find_ancestors_of_starts(nodes: list[fx.Node], dependencies: dict[fx.Node, 
 def _find_dependencies(nodes: list[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
     """Map each node to the nodes that must run before it: its inputs, for a node with effects the previous one with
     effects, and the last node with effects that depends on a wait. A `weights_later` also depends on the last start
-    before it."""
+    before it. Reads and writes of the same parameters, buffers and attributes keep their order."""
     dependencies: dict[fx.Node, set[fx.Node]] = {}
     after_waits: set[fx.Node] = set()  # waits, and nodes that depend on one
     last_start = last_effect = last_effect_after_wait = None
+    states = _StateAccess()
     for node in nodes:
         dependencies[node] = {n for n in (*node.all_input_nodes, last_effect_after_wait) if n is not None}
+        dependencies[node] |= states.add(node)
         if node.target in _STARTS:
             last_start = node
         if node.target is ops.weights_later.default and last_start is not None:
@@ -131,3 +133,52 @@ def _find_dependencies(nodes: list[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
             last_effect = node
             last_effect_after_wait = node if is_after_wait else last_effect_after_wait
     return dependencies
+
+
+class _StateAccess:
+    """Parameters, buffers and attributes that nodes read and write, by name.
+
+    A graph reads a `get_attr` where its value is used, so a write must stay behind earlier reads of its value and of
+    views of it. Whatever is computed from it counts as a read.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[fx.Node, frozenset[str]] = {}
+        self._reads: dict[fx.Node, frozenset[str]] = {}  # of the nodes that were added
+        self._writes: dict[fx.Node, frozenset[str]] = {}
+
+    def add(self, node: fx.Node) -> set[fx.Node]:
+        """Add the next node, and return the earlier nodes that must stay before it."""
+        names, written = self._find_names(node), self._find_written_names(node)
+        readers = {n for n, others in self._reads.items() if _overlap(written, others)} if written else set()
+        writers = {n for n, others in self._writes.items() if _overlap(names, others)} if names else set()
+        if names:
+            self._reads[node] = names
+        if written:
+            self._writes[node] = written
+        return readers | writers
+
+    def _find_names(self, node: fx.Node) -> frozenset[str]:
+        """Return the names of all state that a node's value comes from."""
+        if node not in self._names:
+            own = {str(node.target)} if node.op in ("get_attr", "call_module") else set()
+            self._names[node] = frozenset(own).union(*(self._find_names(n) for n in node.all_input_nodes))
+        return self._names[node]
+
+    def _find_written_names(self, node: fx.Node) -> frozenset[str]:
+        """Return the names of the state that a node may write. A submodule may write all of its own."""
+        if node.op == "call_module":
+            return frozenset({str(node.target)})
+        if node.target is setattr:
+            owner, name = node.args[:2]
+            return frozenset({f"{owner}.{name}".lstrip(".")})
+        target, first = node.target, node.args[0] if node.args else None
+        is_write = target._schema.is_mutable if isinstance(target, torch._ops.OpOverload) else has_effect(node)
+        return self._find_names(first) if is_write and isinstance(first, fx.Node) else frozenset()
+
+
+def _overlap(names: frozenset[str], others: frozenset[str]) -> bool:
+    """Return whether a name in one set is also in the other one, or that of a part of it."""
+    return not names.isdisjoint(others) or any(
+        a.startswith(f"{b}.") or b.startswith(f"{a}.") for a in names for b in others
+    )

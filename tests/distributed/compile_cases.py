@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import torch
@@ -125,6 +126,38 @@ def check_refused(error: type[Exception], text: str, *args, **kwargs) -> None:
         assert text in str(found), found
     else:
         raise AssertionError(f"expected {error.__name__}: {text}")
+
+
+class MovingMean(Loop):
+    """Read a buffer behind the experts, or in them, and overwrite it by a mean of tokens, which no exchange delays."""
+
+    def __init__(self, is_in_experts: bool):
+        super().__init__(Mlp)
+        self.is_in_experts = is_in_experts
+        self.register_buffer("mean", torch.ones(D))
+
+    def expert(self, e, x, weight):
+        return super().expert(e, x * self.mean if self.is_in_experts else x, weight)
+
+    def forward(self, x):
+        out = super().forward(x)
+        out = out if self.is_in_experts else out + self.mean
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.5)
+        return out
+
+
+def case_buffers_are_read_before_they_are_written() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    for is_in_experts in (False, True):
+        torch.manual_seed(0)
+        original = MovingMean(is_in_experts).double()
+        plain, x = copy.deepcopy(original), torch.randn(9, D, dtype=torch.float64)
+        compiled = compile_over_mesh(original, mesh, moefx.Plan(validation="symbolic"))
+        for _ in range(2):
+            torch.testing.assert_close(compiled(x), plain(x))
+            torch.testing.assert_close(compiled.mean, plain.mean)
+        assert moefx.blocks(compiled)[0].fallbacks == 0
 
 
 def case_invalid_axes_raise() -> None:
