@@ -192,7 +192,7 @@ def test_precision_set_by_the_newer_api_of_torch(setting):
 import torch
 from moefx.lowering.triton import expert_mlp_call as call
 {setting} = "tf32"
-call.target = lambda device: "sm90"
+call.get_target = lambda device: "sm90"
 print(call.choose_matmul_precision(torch.zeros(1)), call.choose_matmul_precision(torch.zeros(1).bfloat16()))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
