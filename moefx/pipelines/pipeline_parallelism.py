@@ -207,19 +207,20 @@ def _remove_done_sizes(plan: Plan, done_sizes: dict[str, int]) -> Plan:
 
 
 def _find_modules(function: Any) -> list[nn.Module]:
-    """Return the modules that a function holds: in its closure, as a bound object or as bound arguments."""
+    """Return the modules that a function is or holds, with theirs: in its closure, as a bound object or as bound
+    arguments."""
     if isinstance(function, functools.partial):
         parts = [function.func, *function.args, *function.keywords.values()]
         return [module for part in parts for module in _find_modules(part)]
     if isinstance(function, nn.Module):
-        return [function]
+        return list(function.modules())
     if inspect.ismethod(function):
         return _find_modules(function.__self__) + _find_modules(function.__func__)
     if not inspect.isfunction(function):
         return []
     variables = inspect.getclosurevars(function)
     values = [*variables.nonlocals.values(), *variables.globals.values(), *(function.__defaults__ or ())]
-    return [value for value in values if isinstance(value, nn.Module)]
+    return [module for value in values if isinstance(value, nn.Module) for module in value.modules()]
 
 
 def _plan_stages(

@@ -154,7 +154,7 @@ def _list_outer_modules(model: nn.Module, layers: str) -> list[str]:
     """Return the outermost modules that do not contain the layers.
 
     Raises:
-        InvalidInput: a module around the layers has parameters of its own.
+        InvalidInput: a module around the layers has parameters or saved buffers of its own.
     """
     names, path = [], ""
     for step in layers.split("."):
@@ -164,6 +164,13 @@ def _list_outer_modules(model: nn.Module, layers: str) -> list[str]:
                 f"{path + '.' if path else ''}{name} is a parameter of {type(module).__name__}, which would be in "
                 "every stage of a pipeline: put it into a module that runs before or after the layers"
             )
+        for name, _ in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                raise InvalidInput(
+                    f"{path + '.' if path else ''}{name} is a buffer of {type(module).__name__}, which would be in every "
+                    "stage of a pipeline, and in no state dict: put it into a module that runs before or after the "
+                    "layers, or register it with persistent=False"
+                )
         names += [f"{path}.{key}" if path else key for key, _ in module.named_children() if key != step]
         path = f"{path}.{step}" if path else step
     return names

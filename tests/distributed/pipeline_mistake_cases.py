@@ -53,6 +53,9 @@ def case_arguments_of_the_call() -> None:
     check_raises(InvalidInput, "pass the original model", build, compiled, mesh)
     loss = functools.partial(lambda model, output, target: model.layers[0].balance, model)
     check_raises(InvalidInput, "loss_fn uses Decoder of the model", build, model, mesh, loss_fn=loss)
+    check_raises(
+        InvalidInput, "loss_fn uses Linear of the model", build, model, mesh, loss_fn=nn.Sequential(model.head)
+    )
 
 
 def case_inputs_of_a_step() -> None:
@@ -93,6 +96,8 @@ class Odd(Decoder):
         self.kind = kind
         if kind == "own parameter":
             self.scale = nn.Parameter(torch.ones(D))
+        if kind == "saved buffer":
+            self.register_buffer("steps", torch.zeros(1))
         if kind == "shared parameter":
             self.layers[1].mix.weight = self.layers[0].mix.weight
 
@@ -126,6 +131,7 @@ class Odd(Decoder):
 def case_models_that_cannot_be_cut() -> None:
     for kind, text in (
         ("own parameter", "scale is a parameter of Odd"),
+        ("saved buffer", "steps is a buffer of Odd"),
         ("shared parameter", "layers.0.mix.weight and layers.1.mix.weight are the same parameter, in stages 0 and 1"),
         ("learned mask", "layers.0 receives a second tensor that depends on parameters outside"),
         ("between", "layers.1 does not receive the layer's output as it is (pipeline_mistake_cases.py"),

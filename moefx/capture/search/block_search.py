@@ -206,7 +206,7 @@ class _SearchRun:
     def wrap_call(self, tracer: Tracer, original: Callable) -> Callable:
         """Return a call of a module that notes it, and returns known results without a run."""
 
-        def run_or_reuse(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def run_or_reuse(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             name = self.paths.get(id(module))
             if name is None or tracer.whole_op_depth or not tracer.is_own_thread():
                 return original(module, *args, **kwargs)

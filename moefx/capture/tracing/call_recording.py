@@ -148,7 +148,7 @@ def _wrap_module_call(tracer: Tracer, original: Callable, names: dict[int, str])
     """Wrap `nn.Module.__call__` to record the calls of the named modules."""
     depth = 0
 
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         nonlocal depth
         fqn = names.get(id(module))
         if fqn is None or tracer.whole_op_depth or not tracer.is_own_thread():
