@@ -167,9 +167,9 @@ def _list_outer_modules(model: nn.Module, layers: str) -> list[str]:
         for name, _ in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 raise InvalidInput(
-                    f"{path + '.' if path else ''}{name} is a buffer of {type(module).__name__}, which would be in every "
-                    "stage of a pipeline, and in no state dict: put it into a module that runs before or after the "
-                    "layers, or register it with persistent=False"
+                    f"{path + '.' if path else ''}{name} is a buffer of {type(module).__name__}, which would be in "
+                    "every stage of a pipeline, and in no state dict: put it into a module that runs before or after "
+                    "the layers, or register it with persistent=False"
                 )
         names += [f"{path}.{key}" if path else key for key, _ in module.named_children() if key != step]
         path = f"{path}.{step}" if path else step

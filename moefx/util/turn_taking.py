@@ -119,7 +119,7 @@ class TurnTaking:
 
     def _find_side(self) -> int | None:
         """Return which function calls: the first one has a thread of its own, the second one may use autograd's
-        threads. None for other threads of the program."""
+        threads. None for other threads, except those in a backward, which nothing tells from the second one."""
         thread = threading.get_ident()
         if thread == self._threads[_FIRST]:
             return _FIRST

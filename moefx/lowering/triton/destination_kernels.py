@@ -43,7 +43,7 @@ def _find_unit(destinations, token, k: tl.constexpr, in_list, begin, end, near, 
 
 @triton.jit
 def _find_pilot(destinations, token, k: tl.constexpr, in_list, begin, end, near, dedup, unit_size, K: tl.constexpr):
-    """Return `_unit`, with dedup = 1 also -1 if an earlier slot of the token has the same unit."""
+    """Return `_find_unit`, with dedup = 1 also -1 if an earlier slot of the token has the same unit."""
     unit = _find_unit(destinations, token, k, in_list, begin, end, near, unit_size, K)
     first = unit >= 0
     for other in tl.static_range(k):

@@ -46,15 +46,12 @@ class Tape:
         self.weight_paths: Counter[str] = Counter()  # how weights were read (see `ir.op_providers`), without `apply`
         self.free_watchers: list[Any] = []  # weak references that record the end of a tensor, until `finish`
         self.num_registers = 0
-        self.registers_by_storage: dict[
-            int, list[int]
-        ] = {}  # storage (of an empty tensor: its id) -> slots, while it lives
-        self.form_by_register: dict[
-            int, tuple[Any, ...]
-        ] = {}  # slot -> address, dtype, shape and strides of its tensor
-        self.constants_by_storage: dict[
-            int, Tensor | None
-        ] = {}  # storage of a constant -> tensor to keep alive, if any
+        # Storage (of an empty tensor: its id) -> registers, while it lives.
+        self.registers_by_storage: dict[int, list[int]] = {}
+        # Register -> address, dtype, shape and strides of its tensor.
+        self.form_by_register: dict[int, tuple[Any, ...]] = {}
+        # Storage of a constant -> tensor to keep alive, if any.
+        self.constants_by_storage: dict[int, Tensor | None] = {}
         self.is_playable = True
         for tensor in inputs:
             if tensor is not None and tensor.numel():

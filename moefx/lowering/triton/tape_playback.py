@@ -22,9 +22,8 @@ from torch import Tensor
 
 from . import launch as launching
 
-_MAX_WORKSPACE_BUFFER = (
-    8 << 20
-)  # bytes of a buffer that moves to the workspace; larger ones are freed as soon as possible
+# Bytes of a buffer that moves to the workspace. Larger ones are freed as soon as possible.
+_MAX_WORKSPACE_BUFFER = 8 << 20
 _ALIGNMENT = 512  # as of the caching allocator
 _MAX_GRAPHS = 1024  # of the process
 _MAX_SEEN = 64  # addresses of a batch that wait for their second call

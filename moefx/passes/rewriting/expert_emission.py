@@ -246,7 +246,7 @@ class ExpertBodyEmitter:
         return v
 
     def _as_rows(self, v: BodyValue, num_axes: int) -> fx.Node:
-        """Emit a value with one leading row axis and `rank` more."""
+        """Emit a value with one leading row axis and `num_axes` more."""
         if isinstance(v.node, (int, float)):
             raise Refused(
                 "the experts join a number and their rows, as in `torch.stack([h, torch.zeros_like(h)])`",

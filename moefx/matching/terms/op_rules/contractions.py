@@ -24,7 +24,6 @@ def _linear(
     b: Term | None = None,
     *,
     bias: Term | None = None,
-    weight: Term | None = None,
 ) -> Term:
     b = bias if b is None else b
     x, w, b = _autocast(builder, n, x, w, b)
