@@ -2,7 +2,7 @@
 
 The backward of an expert needs the derivative of the pointwise part between its GEMMs. No table of activations is
 needed: autograd runs once on small tensors, and a dispatch mode records its ATen calls. Value and gradients share
-subexpressions. The recorded function runs inside an op, where there is no autograd graph.
+subexpressions. The recorded function runs inside an op, without an autograd graph.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Derive SymPy formulas of an expert's pointwise part, and of its gradients, from ATen calls.
 
-There is no special case for any activation. The expression runs once on small tensors, under torch's autograd and
+No activation is a special case. The expression runs once on small tensors, under torch's autograd and
 decompositions. A dispatch mode translates each call by `rules`. So the derivatives are torch's, also at kinks and
 infinities: relu has gradient 0 at 0, clamp passes the gradient at its bounds, hardtanh does not, and equal operands of
 maximum share it. Value and derivatives share subexpressions.
@@ -140,7 +140,7 @@ class _FormulaTracer(TorchDispatchMode):
             with self:
                 output = parts(*args, **kwargs)
             if output is NotImplemented:
-                raise _NoRule(f"{' in '.join(dict.fromkeys([name, self.decomposing[0]]))}, for which there is no rule")
+                raise _NoRule(f"{' in '.join(dict.fromkeys([name, self.decomposing[0]]))}, which has no rule")
             self.decomposing.pop()
             return output
         output = func(*args, **kwargs)

@@ -7,7 +7,7 @@ waits for an exchange between ranks, the other one computes.
 Both may use what layers and micro-batches share, because a turn passes only at waits of exchanges, and not inside of
 an op that uses such memory:
 
-- Exchanges allocate what they receive, also those of `dispatch="gather"` with `max_tokens`.
+- Exchanges allocate the rows that they receive, `dispatch="gather"` with `max_tokens` too.
 - The ring of `ir.activation_stash` must hold the rows of all micro-batches in flight. When a backward reads its rows,
   the forward beside it has put fewer rows behind them than if it had run first.
 - `dispatch="pull"` keeps its buffer between two barriers of the device. It has no wait of the host, so no turn passes,

@@ -67,7 +67,7 @@ class ThreadModes:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Apply the modes in a new thread. What is not undone ends with the thread."""
+        """Apply the modes in a new thread. Some stay applied until the thread ends."""
         if self._stream is not None:
             torch.accelerator.set_stream(self._stream)
         for kind, is_enabled, dtype in self._autocasts:

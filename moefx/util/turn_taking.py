@@ -1,4 +1,4 @@
-"""Two functions that take turns in two threads, of which one runs at any time.
+"""Run two functions in turns, in two threads. Only one of them runs at any time.
 
 A pipeline schedule runs the forward of one micro-batch beside the backward of another one. While one waits for other
 ranks, the other one computes::

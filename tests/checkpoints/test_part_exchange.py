@@ -22,7 +22,7 @@ def part_of(rows: tuple[int, int], columns: tuple[int, int] = (0, 4), dtype: tor
 
 
 def ranks_with(others: list[dict[str, LocalPart]]) -> Any:
-    """Return ranks of which this one is the first. Others hold these parts, and send nothing."""
+    """Return ranks with this one as the first. The others hold these parts, and send nothing."""
     described = [{n: (p.shape, p.tensor.dtype, p.region) for n, p in parts.items()} for parts in others]
     ranks = [*range(len(others) + 1)]
     return SimpleNamespace(rank=0, ranks=ranks, group=None, gather=lambda value: [value, *described])

@@ -28,7 +28,7 @@ class ThreadRank(RankGroup):
 
 
 def run_on_ranks(ranks: list[int], errors: dict[int, Exception]) -> dict[int, Exception | None]:
-    """Run a block on all ranks, of which some raise. Return the error of each rank."""
+    """Run a block on all ranks, and return the error of each rank or None."""
     answers: list[Any] = [None] * len(ranks)
     barrier, found = threading.Barrier(len(ranks)), dict[int, Exception | None]()
 

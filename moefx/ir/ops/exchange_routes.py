@@ -223,7 +223,7 @@ def read_counts(
     """
     process_group = get_group(group)
     layout = _counts_layout(tuple(levels), dist.get_rank(process_group), near)
-    # A checkpoint that kept the counts reads them again: then there is no entry.
+    # A checkpoint that kept the counts reads them again, without an entry.
     work, sampler = _counts_in_transit.pop(received_counts.data_ptr(), (None, None))
     if work is not None:
         offer_turn()

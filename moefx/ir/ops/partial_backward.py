@@ -94,8 +94,7 @@ class BackwardRuns:
     def end(
         self, grads: tuple[Any, ...], calls: Sequence[Any], find_inputs: Callable[[Any], Sequence[Iterable[int]]]
     ) -> None:
-        """Record the gradients that a run has left to the next one. If the graph is freed there is no next one: drop
-        them.
+        """Record the gradients that a run has left to the next one. A freed graph has no next run: drop them.
 
         Args:
             calls: the `ctx` of each op of the node, whose `delayed` is set if it has left gradients.

@@ -1,7 +1,7 @@
 """Terms: what each element of a captured tensor is, as an expression of inputs and parameters.
 
 Equal rows must be equal objects, whatever code computes them. So terms are made by one class, `Terms`, which keeps them
-in a normal form. It folds what it can when it makes a term, and leaves two questions open until someone asks:
+in a normal form. It simplifies a term when it makes it, and answers two questions on demand:
 
     term.py               the expression `Term`, its ops, and how it prints
     normal_form.py        `Terms`: the table of all terms, and a constructor for each op

@@ -29,14 +29,10 @@ from ...util.tensor_trees import is_float
 from .aligned_nodes import AlignedNodes, list_leaf_nodes
 from .residual_walk import LOOP_OVER_STEPS, ResidualWalk
 from .scalar_reads import ARITHMETIC, RuntimeScalar, ScalarReads
-from .size_expressions import ArgumentPath, SizeExpressions
+from .size_expressions import ArgumentPath, SizeExpressions, extend_path
 from .submodule_calls import get_at_path, list_leaf_paths
 
 aten = torch.ops.aten
-
-
-def _extend_path(path: ArgumentPath | None, key: Any) -> ArgumentPath | None:
-    return None if path is None else (*path, key)
 
 
 class ResidualGraph:
@@ -321,12 +317,12 @@ class ResidualGraph:
                     remedy=LOOP_OVER_STEPS,
                 )
             items = [
-                self.merge_values(column, line, _extend_path(path, i))
+                self.merge_values(column, line, extend_path(path, i))
                 for i, column in enumerate(zip(*values, strict=True))
             ]
             return type(first)(items) if type(first) in (list, tuple) else items
         if isinstance(first, dict):
-            return {k: self.merge_values([v[k] for v in values], line, _extend_path(path, k)) for k in first}
+            return {k: self.merge_values([v[k] for v in values], line, extend_path(path, k)) for k in first}
         if isinstance(first, slice):
             return slice(*[self.merge_values([getattr(v, a) for v in values], line) for a in ("start", "stop", "step")])
         if isinstance(first, int) and not isinstance(first, bool):

@@ -38,6 +38,10 @@ _MAX_OFFSET = 4
 ArgumentPath = tuple  # (aligned, "args" or "kwargs", index, ...): the path to a number in a node
 
 
+def extend_path(path: ArgumentPath | None, key: Any) -> ArgumentPath | None:
+    return None if path is None else (*path, key)
+
+
 class LinearFormula(NamedTuple):
     """`factor * size // divisor + offset`, of the size of an axis or of a product of axes."""
 

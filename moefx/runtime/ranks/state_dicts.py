@@ -208,24 +208,26 @@ def refuse_save_pretrained(model: nn.Module) -> None:
 def _is_gathering_full_state_dict() -> bool:
     """Return whether `torch.distributed.checkpoint.state_dict.get_model_state_dict(full_state_dict=True)` is
     running."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "_get_model_state_dict" and "info" in frame.f_locals:
-            return bool(getattr(frame.f_locals["info"], "full_state_dict", False))
-        frame = frame.f_back
-    return False
+    variables = _find_caller_variables("_get_model_state_dict", "info")
+    return bool(getattr(variables.get("info"), "full_state_dict", False))
 
 
 def _find_saved_optimizers() -> tuple[torch.optim.Optimizer, ...]:
     """Return the optimizers whose groups `torch.distributed.checkpoint.state_dict.get_state_dict` is collecting, () if
     it is not running or flattens groups."""
+    variables = _find_caller_variables("get_state_dict", "info", "optimizers")
+    flattens = getattr(variables.get("info"), "flatten_optimizer_state_dict", False)
+    return () if flattens else tuple(variables.get("optimizers", ()))
+
+
+def _find_caller_variables(function: str, *names: str) -> dict[str, Any]:
+    """Return the local variables of the nearest caller of this name that has such variables; {} without one."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == "get_state_dict" and {"info", "optimizers"} <= frame.f_locals.keys():
-            flattens = getattr(frame.f_locals["info"], "flatten_optimizer_state_dict", False)
-            return () if flattens else tuple(frame.f_locals["optimizers"])
+        if frame.f_code.co_name == function and frame.f_locals.keys() >= {*names}:
+            return dict(frame.f_locals)
         frame = frame.f_back
-    return ()
+    return {}
 
 
 def _find_parameter(block: nn.Module, name: str) -> Any:
