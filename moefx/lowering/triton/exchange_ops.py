@@ -16,7 +16,7 @@ from torch import Tensor
 from triton import language as tl
 from triton import next_power_of_2
 
-from ...ir.ops import exchange_routes
+from ...ir.ops import counts_layout, exchange_routes
 from ...ir.ops.row_packing import Column, RowLayout, build_row_layout, count_max_rows
 from . import destination_kernels
 from . import row_kernels as rows
@@ -104,7 +104,7 @@ def count_rows(
     fingerprint: int = 0,
 ) -> Tensor:
     """See `ir.ops.exchange_routes.count_rows`."""
-    counts = _zeros_ending_with(fingerprint, exchange_routes.num_row_counts(levels, near), destinations.device).clone()
+    counts = _zeros_ending_with(fingerprint, counts_layout.num_row_counts(levels, near), destinations.device).clone()
     if not destinations.numel():
         return counts
     table, bins = _build_count_table(tuple(levels), num_slots, dedup, tuple(near), destinations.device)
@@ -129,7 +129,7 @@ def _build_count_table(
     levels: tuple[int, ...], destinations_per_rank: int, dedup: bool, near: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, int]:
     """Return the requests of `count_rows_kernel` in the order of its results, and its number of bins."""
-    units, (begin, end) = exchange_routes.count_units(levels), (p * destinations_per_rank for p in near or (0, 0))
+    units, (begin, end) = counts_layout.count_units(levels), (p * destinations_per_rank for p in near or (0, 0))
     positions = units[-1]
     requests = [[n, positions // n * destinations_per_rank, int(dedup), 0, begin, end] for n in units]
     requests += [[near[1] - near[0], destinations_per_rank, int(dedup), 1, begin, end]] if near else []
