@@ -71,9 +71,8 @@ class Stash:
 _lock = threading.Lock()
 _stashes: dict[tuple[torch.device, torch.dtype, int], Stash] = {}
 _misses: dict[torch.device, Tensor] = {}
-_stashes_in_graphs: set[Stash] = (
-    set()
-)  # keeps rings alive whose addresses a CUDA graph may hold, until the process ends
+# Keeps rings alive whose addresses a CUDA graph may hold, until the process ends.
+_stashes_in_graphs: set[Stash] = set()
 _generations = itertools.count(1)
 _free_counters = list(range(_MAX_COUNTERS - 1, 0, -1))
 _live_counters: set[object] = set()

@@ -90,9 +90,9 @@ class GatheredParameters:
         self.replaced, self.reshards, self.has_marked = replaced, reshards, False
 
     @torch.compiler.disable
-    def __call__(self, model: nn.Module, inputs: Any, output: Any) -> None:
+    def __call__(self, model: Any, inputs: Any, output: Any) -> None:
         if self.reshards and not torch.is_grad_enabled():
-            reshard(model)
+            model.reshard()  # the others are sharded already, and a walk over hundreds of experts takes long
         elif not self.has_marked:
             for name, parameter in model.named_parameters(remove_duplicate=False):
                 if not isinstance(parameter, DTensor):
