@@ -2,12 +2,16 @@
 
     torchrun --nproc-per-node 4 -m moefx bench ep [--shapes ...] [--ways "one flat dedup,chunks=2 ..."] [--out FILE]
     ... --ways "one gather gather,max_tokens=8192 gather,max_tokens=8192+graph"      the last one as a CUDA graph
+    ... --ways "one all_to_all gather"            beside plain torch: all-to-all of rows, and `grouped_mm`
     python -m moefx bench ep --mirror 4 ...       one of 4 ranks, on one GPU, the others being its copies
 
 Weak scaling: every rank has as many tokens as the one GPU. Reported for the slowest rank: ms of a step (median), and
 from one profiled step the time of exchanges, of all other kernels, and of both at once (hidden exchanges). With
 `--mirror` an exchange takes `--latency` + bytes that leave the rank / `--bandwidth` (by default as NCCL's all-to-all on
 four H200s of one host), and its kernel occupies 16 multiprocessors.
+
+`--routing` skews the tokens' choices as in the other benchmarks. `imbalance` is the number of rows of the busiest rank
+by the mean: a step that follows the work takes as many times as long as one with equal ranks.
 """
 
 from __future__ import annotations
@@ -30,10 +34,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import moefx
 
 from . import mirror_group
+from .ep_peers import AllToAllLayer, choose_experts
 from .results import add_shapes, append_row, build_parser
-from .shapes import Shape, activation, draw_tensors
+from .shapes import ROUTINGS, Shape, activation, draw_tensors, skew_scores
 
 DISPATCHES = ("flat", "dedup", "rbd", "halo", "gather")  # "pull" on request: some machines cannot run it
+PEER = "all_to_all"
 # Parts of the names of exchange kernels.
 _EXCHANGES = ("nccl", "mirrored_exchange", "read_rows_kernel", "add_rows_kernel", "barrier_kernel")
 _WARM_UP, _ROUNDS, _STEPS = 3, 5, 4
@@ -42,16 +48,32 @@ _WARM_UP, _ROUNDS, _STEPS = 3, 5, 4
 class Layer(nn.Module):
     """A router and stacked experts as a plain program that runs all experts on all tokens."""
 
-    def __init__(self, shape: Shape, shared: bool = False):
+    bias: Tensor | None
+
+    def __init__(self, shape: Shape, shared: bool = False, routing: str = "uniform"):
         super().__init__()
         _, w1, w2, _ = draw_tensors(shape)
         self.shape = shape
         self.up, self.down = nn.Parameter(w1), nn.Parameter(w2)
         self.router = nn.Linear(shape.d, shape.E, bias=False, device="cuda", dtype=torch.bfloat16)
+        nn.init.normal_(self.router.weight, std=shape.d**-0.5)  # normal logits
+        bias = None if routing == "uniform" else skew_scores(torch.zeros(shape.E, device="cuda"), routing)
+        self.register_buffer("bias", bias)
         self.shared = _Mlp(shape) if shared else None
 
+    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weights and ids of the experts of each token, [T,K] each."""
+        return choose_experts(self.router, self.bias, x, self.shape.K)
+
+    def compute_imbalance(self, x: Tensor) -> float:
+        """Compute the rows of the busiest rank by the mean, for these tokens on this rank."""
+        rows = torch.bincount(self.choose(x)[1].flatten(), minlength=self.shape.E)
+        dist.all_reduce(rows)
+        by_rank = rows.view(dist.get_world_size(), -1).sum(1).double()
+        return float(by_rank.max() / by_rank.mean())
+
     def forward(self, x: Tensor) -> Tensor:
-        weights, chosen = self.router(x).float().softmax(-1).topk(self.shape.K)
+        weights, chosen = self.choose(x)
         outputs = torch.einsum(
             "esh,edh->sed", activation(self.shape, torch.einsum("sd,ehd->esh", x, self.up)), self.down
         )
@@ -80,16 +102,17 @@ class Step:
     def __init__(self, layer: nn.Module, shape: Shape):
         self.layer, self.shape = layer, shape
         self.generator = torch.Generator("cuda").manual_seed(17 + dist.get_rank())
-        self.grad = self._random()
+        self.grad = self.draw_rows()
         self.inputs: list[Tensor] = []
 
-    def _random(self) -> Tensor:
+    def draw_rows(self) -> Tensor:
+        """Draw rows [T,d] of a normal distribution."""
         size = self.shape.T, self.shape.d
         return torch.randn(size, device="cuda", dtype=torch.bfloat16, generator=self.generator)
 
     def prepare(self, steps: int) -> None:
         """Create the inputs of the next `steps` steps."""
-        self.inputs = [self._random().requires_grad_() for _ in range(steps)]
+        self.inputs = [self.draw_rows().requires_grad_() for _ in range(steps)]
 
     def __call__(self) -> None:
         self.layer(self.inputs.pop()).backward(self.grad)
@@ -133,7 +156,7 @@ class GraphStep(Step):
 
     def __init__(self, layer: nn.Module, shape: Shape):
         super().__init__(layer, shape)
-        self.input = self._random().requires_grad_()
+        self.input = self.draw_rows().requires_grad_()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -209,33 +232,23 @@ def plot_timeline(kernels: dict[str, Sequence[tuple[str, float, float]]], path: 
 
 
 def build_steps(
-    shape: Shape, mesh: DeviceMesh, variants: Sequence[str], shared: bool, node_size: int
+    shape: Shape, mesh: DeviceMesh, variants: Sequence[str], layer: Layer, node_size: int
 ) -> dict[str, Step]:
-    """Compile the layer for each variant, "one" being one GPU with all experts.
+    """Build the step of each variant.
 
     Args:
-        variants: a dispatch each, followed by fields of the plan: "dedup,chunks=2,disable=overlap". "+graph" captures
-            the step as a CUDA graph.
-        shared: add a shared expert.
+        variants: "one", one GPU with all experts; "all_to_all", the peer in plain torch; or a dispatch, followed by
+            fields of the plan: "dedup,chunks=2,disable=overlap". "+graph" captures the step as a CUDA graph.
     """
-    torch.manual_seed(0)
-    layer, example = Layer(shape, shared), (torch.zeros(64, shape.d, device="cuda", dtype=torch.bfloat16),)
     steps = {}
     for variant in variants:
         begin = time.perf_counter()
-        fields_of_plan: dict[str, Any] = {}
         name, _, captured = variant.partition("+")
-        is_captured = captured == "graph"
-        if name != "one":
-            dispatch, *fields = name.split(",")
-            fields_of_plan = dict(dispatch=dispatch, node_size=node_size)
-            for key, _, value in (field.partition("=") for field in fields):
-                fields_of_plan[key] = _parse_field(value)
-        plan = moefx.Plan(validation="symbolic", **fields_of_plan)
-        compiled = moefx.compile(layer, mesh=mesh if fields_of_plan else None, plan=plan, example_inputs=example)
-        if fields_of_plan.get("dispatch") == "pull" and not _pulls(compiled):
-            raise SystemExit(f"bench ep: {variant} runs another dispatch here:\n{moefx.explain(compiled)}")
-        steps[variant] = (GraphStep if is_captured else Step)(compiled, shape)
+        if name == PEER:
+            built = AllToAllLayer(shape, layer.router, layer.bias, layer.up, layer.down)
+        else:
+            built = _compile_layer(layer, shape, mesh, name, node_size)
+        steps[variant] = (GraphStep if captured == "graph" else Step)(built, shape)
         steps[variant].prepare(1)
         steps[variant]()
         torch.cuda.synchronize()
@@ -244,6 +257,21 @@ def build_steps(
                 f"{shape.name} {variant}: ready after {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True
             )
     return steps
+
+
+def _compile_layer(layer: Layer, shape: Shape, mesh: DeviceMesh, name: str, node_size: int) -> nn.Module:
+    fields_of_plan: dict[str, Any] = {}
+    if name != "one":
+        dispatch, *fields = name.split(",")
+        fields_of_plan = dict(dispatch=dispatch, node_size=node_size)
+        for key, _, value in (field.partition("=") for field in fields):
+            fields_of_plan[key] = _parse_field(value)
+    plan = moefx.Plan(validation="symbolic", **fields_of_plan)
+    example = (torch.zeros(64, shape.d, device="cuda", dtype=torch.bfloat16),)
+    compiled = moefx.compile(layer, mesh=mesh if fields_of_plan else None, plan=plan, example_inputs=example)
+    if fields_of_plan.get("dispatch") == "pull" and not _pulls(compiled):
+        raise SystemExit(f"bench ep: {name} runs another dispatch here:\n{moefx.explain(compiled)}")
+    return compiled
 
 
 def _pulls(compiled: nn.Module) -> bool:
@@ -261,7 +289,7 @@ def _parse_field(text: str) -> Any:
 def compute_output_errors(steps: dict[str, Step]) -> dict[str, float]:
     """Compute the relative difference of each variant's output to the first one's, on the same tokens."""
     first, *_ = steps.values()
-    x = torch.randn((first.shape.T, first.shape.d), device="cuda", dtype=torch.bfloat16, generator=first.generator)
+    x = first.draw_rows()
     want = first.compute_output(x)
     return {variant: float((step.compute_output(x) - want).norm() / want.norm()) for variant, step in steps.items()}
 
@@ -292,8 +320,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     made = build_parser("ep", __doc__)
     add_shapes(made)
     made.add_argument(
-        "--ways", default=" ".join(("one", *DISPATCHES)), help="'one' and dispatches, with plan fields behind"
+        "--ways",
+        default=" ".join(("one", *DISPATCHES)),
+        help=f"'one', '{PEER}' and dispatches, with plan fields behind",
     )
+    made.add_argument("--routing", default="uniform", choices=ROUTINGS, help="uniform, zipf or hot")
     made.add_argument("--tokens", type=int, default=8192, help="of a rank")
     made.add_argument("--node-size", type=int, default=2, help="ranks of a (virtual) node")
     made.add_argument("--shared", action="store_true", help="with a shared expert beside the routed ones")
@@ -314,8 +345,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     mesh = init_device_mesh("cuda", (world,), mesh_dim_names=("ep",))
     for shape in options.shapes:
         shape = dataclasses.replace(shape, T=options.tokens)
-        steps = build_steps(shape, mesh, options.ways.split(), options.shared, options.node_size)
+        torch.manual_seed(0)
+        layer = Layer(shape, options.shared, options.routing)
+        steps = build_steps(shape, mesh, options.ways.split(), layer, options.node_size)
         rows = measure(steps)
+        imbalance = layer.compute_imbalance(next(iter(steps.values())).draw_rows())
         steps.clear()  # a captured graph keeps its communicator: the process group could not end
         slowest = torch.tensor([row["ms"] for row in rows.values()], device="cuda")
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
@@ -325,6 +359,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for (variant, row), ms in zip(rows.items(), slowest.tolist(), strict=True):
             row["ms"] = ms
             how = dict(shared=options.shared, tokens=shape.T, ranks=world, way=variant, mirror=bool(options.mirror))
+            how |= dict(routing=options.routing, imbalance=imbalance)
             row = dict(shape=shape.name, **how, **row)
             if "one" in rows:
                 row["efficiency"] = rows["one"]["ms"] / ms

@@ -86,17 +86,29 @@ def parse_shape(text: str) -> Shape:
         ) from None
 
 
-def random_routing(shape: Shape, device: str = "cuda", kind: str = "uniform", seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Draw (ids [T,K], weights [T,K] float32). "uniform": random scores, max/mean rows an expert about 1.1 to 1.3;
-    "zipf": expert e is wanted as 1/(e+1); "hot": every token's first choice is expert 0."""
-    generator = torch.Generator(device=device).manual_seed(seed)
-    scores = torch.randn(shape.T, shape.E, device=device, generator=generator)
+ROUTINGS = ("uniform", "zipf", "hot")
+
+
+def skew_scores(scores: Tensor, kind: str) -> Tensor:
+    """Skew the scores [...,E] of experts.
+
+    "uniform": not at all; normal scores give the busiest expert 1.1 to 1.3 times the mean. "zipf": expert e is wanted
+    as 1/(e+1). "hot": every token's first choice is expert 0.
+    """
+    experts = torch.arange(scores.shape[-1], device=scores.device)
+    if kind == "uniform":
+        return scores
     if kind == "zipf":
-        scores = scores - torch.arange(1, shape.E + 1, device=device).log()
-    elif kind == "hot":
-        scores[:, 0] = 100.0
-    elif kind != "uniform":
-        raise ValueError(f"routing {kind!r}: expected uniform, zipf or hot")
+        return scores - (experts + 1).log()
+    if kind == "hot":
+        return torch.where(experts == 0, 20.0, scores)
+    raise ValueError(f"routing {kind!r}: expected one of {', '.join(ROUTINGS)}")
+
+
+def random_routing(shape: Shape, device: str = "cuda", kind: str = "uniform", seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Draw (ids [T,K], weights [T,K] float32), with normal scores of the experts. `kind` is that of `skew_scores`."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    scores = skew_scores(torch.randn(shape.T, shape.E, device=device, generator=generator), kind)
     ids = scores.topk(shape.K, 1).indices
     weights = torch.rand(shape.T, shape.K, device=device, generator=generator).softmax(1)
     return ids, weights

@@ -6,7 +6,7 @@
 |---|---|
 | `fsdp:grouped_mm` | transformers' `grouped_mm` under `fully_shard`, all GPUs with sequences of their own |
 | `fsdp` | the same, compiled by moefx |
-| `ep`, `ep:gather` | experts over all GPUs, everything else under `fully_shard` |
+| `ep`, `ep:gather`, `ep:pull` | experts over all GPUs, everything else under `fully_shard` |
 | `pp:gpipe`, `pp:1f1b`, `pp:interleaved` | a pipeline of as many stages as GPUs (interleaved: twice as many) |
 
 Every system trains on `--sequences` sequences of `--length` tokens a step, over all GPUs, in bfloat16, with AdamW. A
@@ -68,9 +68,8 @@ class Training:
             options: dict[str, Any] = dict(schedule=choice, microbatches=self.microbatches, example_inputs=example)
             self.model = moefx.pipeline(self.model, mesh, loss_fn=compute_loss, **options)
         elif kind == "ep":
-            gathers = choice == "gather"
-            limit = self.sequences * length if gathers else None
-            plan = moefx.Plan(dispatch="gather" if gathers else "auto", max_tokens=limit, validation="symbolic")
+            fields: dict[str, Any] = dict(dispatch=choice, max_tokens=self.sequences * length) if choice else {}
+            plan = moefx.Plan(validation="symbolic", **fields)
             self.model = moefx.parallelize(moefx.compile(self.model, mesh=mesh, plan=plan), mesh)
         else:
             if choice != "grouped_mm":
@@ -146,7 +145,7 @@ def predict(system: str, layers: int, sequences: int, length: int, ranks: int) -
         options = dict(pp=ranks, zero=0, microbatches=sequences, schedule=choice)
         options |= dict(chunks=_CHUNKS) if choice == "interleaved" else {}
     elif kind == "ep":
-        options |= dict(ep=ranks, dispatch=choice or "dedup")
+        options |= dict(ep=ranks, dispatch={"": "dedup", "pull": "gather"}.get(choice, choice))
     model, platform = describe_config(build_config(layers)), find_local_platform("cuda", ranks).platform
     parts = compute_time_parts(model, platform, Layout(tokens=length, **options))
     milliseconds = {name: 1e3 * seconds for name, seconds in parts.items()}

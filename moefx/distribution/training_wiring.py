@@ -52,7 +52,8 @@ def watch_block(block: nn.Module, name: str, layout: ExpertLayout) -> Overwritin
     if layout.placement.num_ranks > 1:
         DEEPSPEED_REFUSAL.install(block)
         block.register_load_state_dict_post_hook(AcceptLoadedExperts())
-    watch = OverwritingWatch(block, name, layout.parameters, layout.placement, layout.number)
+    timeout = layout.routes.timeout
+    watch = OverwritingWatch(block, name, layout.parameters, layout.placement, layout.number, timeout)
     watch.has_own_collective = layout.routes.gathers
     return watch
 

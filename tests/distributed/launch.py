@@ -209,7 +209,7 @@ def _run_cases(module: str, *names: str) -> None:
     os.lseek(1, 0, os.SEEK_SET)
     cases = importlib.import_module(module)
     for name in names or [name for name in vars(cases) if name.startswith("case_")]:
-        print("running", name, flush=True)
+        print(f"running {name} at {time.strftime('%X')}", flush=True)
         torch.manual_seed(dist.get_rank())
         getattr(cases, name)()
         dist.barrier()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -120,9 +121,12 @@ def case_different_calls() -> None:
         torch.testing.assert_close(compiled(x, slope=3.0), block(x, slope=3.0))
 
 
-def _run_without_rank_1(leave) -> None:
-    compiled = compile_over_mesh(Model("gated"), make_mesh(), moefx.Plan(timeout=3.0, dispatch="rbd", node_size=2))
-    compiled(torch.randn(5, D))
+def _run_without_rank_1(leave, calls: int = 1, **fields: Any) -> None:
+    """Let rank 1 leave after some calls. The others raise in the next one."""
+    fields = fields or {"dispatch": "rbd", "node_size": 2}
+    compiled = compile_over_mesh(Model("gated"), make_mesh(), moefx.Plan(timeout=3.0, **fields))
+    for _ in range(calls):
+        compiled(torch.randn(5, D))
     dist.barrier()
     if dist.get_rank() == 1:
         leave()
@@ -143,3 +147,12 @@ def dies() -> None:
 
 def stalls() -> None:
     _run_without_rank_1(lambda: time.sleep(12))
+
+
+def dies_before_an_all_gather() -> None:
+    _run_without_rank_1(lambda: None, calls=2, dispatch="gather", max_tokens=8)
+
+
+def stalls_before_experts_are_compared() -> None:
+    """A dispatch without row counts compares the experts of ranks in calls 1, 2, 4, 8 and so on."""
+    _run_without_rank_1(lambda: time.sleep(12), dispatch="gather", max_tokens=8)

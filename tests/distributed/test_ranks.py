@@ -288,7 +288,7 @@ def test_folders_of_transformers_are_loaded_and_saved_over_ranks(four_ranks):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", ["dies", "stalls"])
+@pytest.mark.parametrize("name", ["dies", "stalls", "stalls_before_experts_are_compared", "dies_before_an_all_gather"])
 def test_a_lost_rank_raises(name):
     launch(4, "tests.distributed.lost_cases", name)
 

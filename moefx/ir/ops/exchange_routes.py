@@ -14,7 +14,6 @@ Letters: S tokens, K slots, B = S*K, W ranks of a hop. `splits` [2,W] is on the 
 
 from __future__ import annotations
 
-import datetime
 import functools
 import itertools
 import math
@@ -31,7 +30,7 @@ from .counts_layout import count_units, find_counts_layout, num_row_counts
 from .op_definition import op
 from .parameter_samples import NUM_WORDS, Sampler, local_sample, take_sampler
 from .token_routing import build_pft
-from .uneven_all_to_all import format_ranks, get_group, raise_ranks_lost, refuse_capture
+from .uneven_all_to_all import format_ranks, get_group, raise_ranks_lost, refuse_capture, wait_on_host
 
 
 @op(
@@ -223,7 +222,7 @@ def read_counts(
     if work is not None:
         offer_turn()
         with raise_ranks_lost():
-            work.wait(*([] if timeout is None else [datetime.timedelta(seconds=timeout)]))
+            wait_on_host(work, timeout)
     # Compute with Python numbers: the GPU idles meanwhile, and ops on small tensors take longer.
     flat = torch.cat([counts.flatten(), received_counts.flatten()]).cpu().tolist()
     numbers = iter(flat)

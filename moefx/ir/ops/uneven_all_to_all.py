@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 from collections.abc import Iterator, Sequence
 
@@ -116,6 +117,11 @@ def refuse_capture(tensor: Tensor, step: str, remedy: str) -> None:
     """Raise `MoefxError` if a CUDA graph is being captured: it cannot hold a step of the host."""
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         raise MoefxError(f"a CUDA graph cannot hold this exchange between ranks, which {step}: use {remedy}")
+
+
+def wait_on_host(work: dist.Work, timeout: float | None) -> None:
+    """Wait for a collective. With NCCL, only a `timeout` in seconds lets the host wait for the device."""
+    work.wait(*([] if timeout is None else [datetime.timedelta(seconds=timeout)]))
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from ...errors import ExpertsOverwritten
 from ...ir.expert_placement import Placement
 from ...ir.ops.parameter_samples import NUM_WORDS, local_sample, register_sampler, select_sampler
-from ...ir.ops.uneven_all_to_all import format_ranks, get_group
+from ...ir.ops.uneven_all_to_all import format_ranks, get_group, raise_ranks_lost, wait_on_host
 from ...util.tensor_bytes import view_bytes
 from .data_parallel_wrappers import (
     DDP_REFUSAL,
@@ -48,12 +48,21 @@ class OverwritingWatch:
     Args:
         name: the block's name in the model, for messages.
         number: see `ir.ops.parameter_samples`.
+        timeout: seconds to wait for other ranks; None for the limit of the process group.
     """
 
-    def __init__(self, block: nn.Module, name: str, parameters: ExpertParameters, placement: Placement, number: int):
+    def __init__(
+        self,
+        block: nn.Module,
+        name: str,
+        parameters: ExpertParameters,
+        placement: Placement,
+        number: int,
+        timeout: float | None = None,
+    ):
         self.block, self.parameters, self.placement = block, parameters, placement
         self.name = name or type(block).__name__
-        self.group, self.number = placement.group, number
+        self.group, self.number, self.timeout = placement.group, number, timeout
         self.last_sample: Tensor | None = None
         self.current_sample: Tensor | None = None
         self.has_own_collective, self.calls = False, 0
@@ -101,9 +110,7 @@ class OverwritingWatch:
             return
         with _disable_current_modes():  # a checkpoint's policy must not see these operations
             sample = local_sample(self, self._list_expert_tensors()[0].device)
-            samples = [torch.empty_like(sample) for _ in range(self.placement.num_ranks)]
-            dist.all_gather(samples, sample, group=get_group(self.group))
-            self.compare_samples(torch.stack(samples).tolist())
+            self.compare_samples(self._gather_words(sample))
 
     def take_sample(self) -> Tensor | None:
         """Return the samples to send, int64 [NUM_WORDS]: of the last call, and of now."""
@@ -119,6 +126,7 @@ class OverwritingWatch:
 
         Raises:
             ExpertsOverwritten: ranks that had different experts now have equal ones.
+            RanksLost: see `_gather_words`.
         """
         suspects = self._find_suspects(samples)
         if suspects and (ranks := self._confirm_overwritten(suspects)):
@@ -154,14 +162,24 @@ class OverwritingWatch:
             digest.update(view_bytes(flat[:: max(1, len(flat) // _CONFIRMED_VALUES)].double()))
         device = self.current_sample.device if self.current_sample is not None else torch.device("cpu")
         own_digest = torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64).to(device)
-        digests = [torch.empty_like(own_digest) for _ in range(self.placement.num_ranks)]
-        dist.all_gather(digests, own_digest, group=get_group(self.group))
-        values = [tuple(d.tolist()) for d in digests]
+        values = [tuple(words) for words in self._gather_words(own_digest)]
         for positions in suspected:
             same = [p for p in positions if values.count(values[p]) > 1]
             if same:
                 return same
         return []
+
+    def _gather_words(self, words: Tensor) -> list[list[int]]:
+        """Gather int64 words of each rank to the host. Collective.
+
+        Raises:
+            RanksLost: another rank has died, or does not answer in time.
+        """
+        gathered = [torch.empty_like(words) for _ in range(self.placement.num_ranks)]
+        with raise_ranks_lost():
+            work: Any = dist.all_gather(gathered, words, group=get_group(self.group), async_op=True)
+            wait_on_host(work, self.timeout)
+            return torch.stack(gathered).tolist()
 
     def _list_expert_tensors(self) -> list[Tensor]:
         return self.parameters.tensors(self.block, self.placement.local_experts)
