@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -286,3 +287,21 @@ def test_nothing_of_many_captures_is_reachable_afterwards(suite):
         compiled = moefx.compile(case.model, example_inputs=case.inputs, strict=False)
         del case, compiled
         assert _collect_capture_objects().items() <= before.items(), name
+
+
+@pytest.mark.parametrize("validation", ["symbolic", "auto"])
+def test_replaced_parameters_are_freed_at_once(validation):
+    """A wrapper that replaces the parameters of a compiled model frees their memory, before Python collects cycles."""
+    model, x = Loop(), torch.randn(5, D)
+    gc.collect()
+    gc.disable()
+    try:
+        compiled = moefx.compile(model, example_inputs=(x,), plan=moefx.Plan(validation=validation))
+        originals = [weakref.ref(parameter) for parameter in model.parameters()]
+        del model
+        for module in compiled.modules():
+            for name in list(module._parameters):
+                module._parameters[name] = None
+        assert originals and [reference() for reference in originals] == [None] * len(originals)
+    finally:
+        gc.enable()

@@ -11,6 +11,7 @@ has the user's source line, and the calls of submodules are recorded. The block 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -227,7 +228,7 @@ def _register_state(
             continue
         value = tracer.to_fake(t) if is_float(t) else make_copy(t, name)
         node = tracer.register(tracer.graph.create_node("get_attr", name.replace(".", "_")))
-        node.meta.update(fqn=name, kind="buffer" if name in buffers else "param", original=t)
+        node.meta.update(fqn=name, kind="buffer" if name in buffers else "param", original=weakref.ref(t))
         tracer.describe(node, value, False)
         tracer.track(value, node)
         state[name] = seen[id(t)] = value

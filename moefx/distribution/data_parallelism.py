@@ -184,7 +184,9 @@ def _check_parameters(model: nn.Module, experts: dict[str, set[nn.Parameter]]) -
     layers, blocks = set(_list_layers(model)), {model.get_submodule(name) for name in experts}
     of_experts = {parameter for parameters in experts.values() for parameter in parameters}
 
-    def visit(module: nn.Module, path: str, outer: nn.Module, block: nn.Module | None) -> None:
+    pending: list[tuple[nn.Module, str, nn.Module, nn.Module | None]] = [(model, "", model, None)]
+    while pending:
+        module, path, outer, block = pending.pop()
         outer, block = module if module in layers else outer, module if module in blocks else block
         for last, parameter in module._parameters.items():
             if parameter is None:
@@ -198,11 +200,10 @@ def _check_parameters(model: nn.Module, experts: dict[str, set[nn.Parameter]]) -
                     f"{other_name} and {name} are the same parameter, but parallelize would shard it with "
                     f"{type(other).__name__} and again with {type(sharded_by).__name__}: use it in one of them"
                 )
-        for name, child in module._modules.items():
-            if child is not None:
-                visit(child, join_name(path, name), outer, block)
-
-    visit(model, "", model, None)
+        children = [
+            (child, join_name(path, name), outer, block) for name, child in module._modules.items() if child is not None
+        ]
+        pending += reversed(children)
 
 
 def _list_layers(model: nn.Module) -> list[nn.Module]:

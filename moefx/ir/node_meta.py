@@ -6,6 +6,7 @@ classes with the keys in the code.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, Literal, TypedDict
 
@@ -31,7 +32,8 @@ class CaptureMeta(TypedDict, total=False):
         position: of a placeholder: its number among the tensor arguments.
         fqn: of a `get_attr`: its name in the block.
         kind: of a `get_attr`. A constant is a tensor that the code makes.
-        original: of a `get_attr`: the user's tensor.
+        original: of a `get_attr`: the user's tensor, see `find_original`. Graphs live until Python collects cycles, and
+            would keep the parameters of a model that FSDP has sharded.
         literal: of a `get_attr`: a number in the code.
         again: of an output of a module that did not run because an equal one had: its inputs.
     """
@@ -51,7 +53,7 @@ class CaptureMeta(TypedDict, total=False):
     position: int
     fqn: str
     kind: Literal["param", "buffer", "attribute", "constant"]
-    original: torch.Tensor
+    original: weakref.ref[torch.Tensor]
     literal: bool
     again: Sequence[torch.fx.Node]
 
@@ -111,4 +113,10 @@ class FlatGraphMeta(TypedDict, total=False):
     stack_trace: str
 
 
-__all__ = ["BlockMeta", "CachedMeta", "CaptureMeta", "FlatGraphMeta"]
+def find_original(node: torch.fx.Node) -> torch.Tensor | None:
+    """Return the user's tensor that a `get_attr` of a capture stands for, or None if there is none, or no longer."""
+    reference = node.meta.get("original")
+    return None if reference is None else reference()
+
+
+__all__ = ["BlockMeta", "CachedMeta", "CaptureMeta", "FlatGraphMeta", "find_original"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -85,10 +87,12 @@ def test_scores_are_reproducible_and_differ_by_seed_and_draw():
 
 
 class TestInvent:
-    def node(self, op: str = "call_function", *shape: int, **meta) -> fx.Node:
+    def node(self, op: str = "call_function", *shape: int, original: torch.Tensor | None = None, **meta) -> fx.Node:
         graph = fx.Graph()
         node = graph.call_function(torch.relu, ()) if op == "call_function" else graph.placeholder("x")
         node.meta.update(val=torch.empty(shape, device="meta", dtype=meta.pop("dtype", torch.float32)), **meta)
+        if original is not None:
+            node.meta["original"] = weakref.ref(original)
         return node
 
     def test_invented_scores_have_shape_and_dtype_of_the_result(self):
@@ -120,7 +124,8 @@ class TestInvent:
         assert torch.equal(Routing().invent_value(self.node("call_function", 3, original=bias)), bias)
 
     def test_parameters_without_values_are_small(self):
-        value = Routing().invent_value(self.node("call_function", 4, 3, original=torch.empty(4, 3, device="meta")))
+        original = torch.empty(4, 3, device="meta")
+        value = Routing().invent_value(self.node("call_function", 4, 3, original=original))
         assert value.device.type == "cpu" and value.abs().max() < 0.1
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import itertools
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -108,6 +110,21 @@ def case_training_equals_one_process() -> None:
         message = functools.partial(str.format, "{} {} {}: {}", sizes, options, kind)
         torch.testing.assert_close(seen, wanted, rtol=0, atol=1e-9, msg=message)
         torch.testing.assert_close(parameters, dict(reference), rtol=0, atol=1e-9, msg=message)
+
+
+def case_originals_are_freed_at_once() -> None:
+    """FSDP replaces the parameters. Their memory is free before Python collects cycles."""
+    for kind in ("gated", "joined"):
+        gc.collect()
+        gc.disable()
+        try:
+            plan = PLAN.replace(expert_axis="ep")
+            model = compile_over_mesh(Model(kind, layers=1), make_mesh(dp=2, ep=2), plan)
+            originals = [weakref.ref(parameter) for parameter in model.parameters()]
+            moefx.parallelize(model, make_mesh(dp=2, ep=2))
+            assert not any(reference() is not None for reference in originals), kind
+        finally:
+            gc.enable()
 
 
 def case_training_is_deterministic() -> None:

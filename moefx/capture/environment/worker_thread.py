@@ -101,7 +101,7 @@ class _Work:
         except BaseException:
             self._stop()
             raise
-        succeeded, value = self.outcome
+        (succeeded, value), self.outcome = self.outcome, (False, None)
         if not succeeded:
             raise value
         return value
@@ -121,6 +121,7 @@ class _Work:
         except BaseException as error:
             self.outcome = False, error
         finally:
+            del self.fn  # the context of a thread is a cycle, and would keep the model until Python collects it
             self.has_ended = True
             self.running.release()
 

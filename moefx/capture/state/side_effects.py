@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ...ir.node_meta import find_original
 from ...util.tensor_trees import collect_tensors, is_float, map_tensors
 from ..tracing.capture_result import Effect
 from ..tracing.tracer import Tracer
@@ -214,7 +215,7 @@ def _holds_copies(value: Any, value_before: Any, tracer: Tracer) -> bool:
     nodes = [tracer.node_of(t) for t in items if isinstance(t, torch.Tensor) and id(t) in tracer.aliases]
     if not items or len(nodes) < len(items):
         return False
-    return all(n.op == "get_attr" and n.meta["original"] is t for n, t in zip(nodes, items_before, strict=True))
+    return all(n.op == "get_attr" and find_original(n) is t for n, t in zip(nodes, items_before, strict=True))
 
 
 def _is_equal(value: Any, value_before: Any) -> bool:

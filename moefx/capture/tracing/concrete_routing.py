@@ -25,6 +25,7 @@ from typing import Literal, get_args
 import torch
 from torch import fx
 
+from ...ir.node_meta import find_original
 from ...util.tensor_trees import has_values
 
 RoutingKind = Literal[
@@ -60,7 +61,7 @@ class Routing:
     def invent_value(self, node: fx.Node) -> torch.Tensor:
         """Return a value for an abstract float; varied scores if it may be router scores."""
         val = node.meta["val"]
-        original = node.meta.get("original")
+        original = find_original(node)
         shape = tuple(val.shape)
         if original is None and self.kind == "tied" and shape:
             return _tie_rows(self._invent(node, val, shape))

@@ -11,6 +11,7 @@ import operator
 import re
 import threading
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -185,7 +186,7 @@ class Recorder(TorchDispatchMode):
         if is_float(value):
             node.meta["val"] = self.to_fake(value)
         if is_float(value) and node.meta["kind"] == "attribute":  # such as a bias, which may change between calls
-            node.meta["original"] = t
+            node.meta["original"] = weakref.ref(t)
         else:
             node.meta["concrete"] = value.clone()
         self.track(t, node)

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from ...errors import Refused
+from ...ir.node_meta import find_original
 from ...util.tensor_trees import has_values, is_float
 from ..emptiness.idle_tests import BOOLEAN, KEYS, LOADS, EmptinessTests
 from ..environment.code_locations import (
@@ -123,7 +124,7 @@ class ReadLogger(OpRunner):
     def read_item(self, t: torch.Tensor) -> Any:
         """Return what `t.item()` returns. Log booleans, floats and state."""
         node = self.node_of(t)
-        original = node.meta.get("original") if node.op == "get_attr" and not is_float(t) else None
+        original = find_original(node) if node.op == "get_attr" and not is_float(t) else None
         value = (original if original is not None and has_values(original) else self.concrete(t)).item()
         is_logged = t.dtype is torch.bool or is_float(t) or self._is_state(node)
         if t.dtype is torch.bool and follows_from_floats(node) and is_user_asking_tensor() and not is_nan_check(node):

@@ -16,6 +16,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
 
+from ...ir.node_meta import find_original
 from ...util.tensor_trees import is_float
 from .op_sets import ELEMENT_SELECTIONS, FLOAT_COMPARISONS, NAN_CHECKS, SHAPE_ONLY, bare_name
 
@@ -182,7 +183,8 @@ def _combine_gradients(n: fx.Node, have_inputs: list[bool]) -> bool:
     if isinstance(val, torch.Tensor) and not is_float(val):
         return False
     if n.op in ("get_attr", "placeholder"):
-        return n.op == "placeholder" or (n.meta.get("kind") == "param" and n.meta["original"].requires_grad)
+        original = find_original(n) if n.meta.get("kind") == "param" else None
+        return n.op == "placeholder" or (original is not None and original.requires_grad)
     packet = getattr(n.target, "overloadpacket", None)
     is_shape_only = n.target in SHAPE_ONLY or getattr(packet, "__name__", "").endswith("_like")
     is_cut = not n.meta["grad"] or n.target is aten.detach.default or is_shape_only

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from ...capture.tracing.op_sets import CONTRACTIONS
+from ...ir.node_meta import find_original
 from ...ir.node_values import get_op_name
 from ..facts.graph_nodes import is_random
 from ..terms.term import MASKED
@@ -127,7 +128,7 @@ def _is_low(value: Any) -> bool:
     if isinstance(value, fx.Node) and get_op_name(value) in ("full", "full_like", "scalar_tensor"):
         value = value.args[0 if get_op_name(value) == "scalar_tensor" else 1]
     elif isinstance(value, fx.Node) and value.op == "get_attr" and value.meta["literal"]:
-        original = value.meta.get("concrete", value.meta.get("original"))
+        original = value.meta["concrete"] if "concrete" in value.meta else find_original(value)
         value = float(original) if isinstance(original, torch.Tensor) and original.numel() == 1 else 0
     return type(value) in (int, float) and value <= MASKED
 
