@@ -22,6 +22,7 @@ from ..runtime.ranks.link_costs import (
     HOST_COSTS,
     choose_dispatch,
     count_gathered_bytes,
+    count_pulled_bytes,
     predict_seconds,
 )
 from ..runtime.ranks.topology import ExpertAxis
@@ -67,11 +68,12 @@ def _choose_dispatch(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tupl
         return "dedup", "auto: one level, and 'dedup' sends the fewest rows"
     tokens = _count_planned_tokens(axis, plan) or DEFAULT_TOKENS
     token_bytes, top_k = _token_bytes(result), match.slots
-    gathered_bytes = count_gathered_bytes(token_bytes, top_k, plan.max_tokens or tokens) if may_gather else None
+    sizes, num_experts, gathered, pulled = axis.topology.sizes, match.num_experts, None, None
+    if may_gather:
+        gathered = count_gathered_bytes(token_bytes, top_k, plan.max_tokens or tokens)
+        pulled = count_pulled_bytes(token_bytes, num_experts, top_k, axis.size, tokens, plan.max_tokens)
     row_bytes = token_bytes + 6.0 * top_k  # a weight and an expert for each slot
-    seconds = predict_seconds(
-        axis.links, axis.topology.sizes, match.num_experts, top_k, row_bytes, tokens, gathered_bytes=gathered_bytes
-    )
+    seconds = predict_seconds(axis.links, sizes, num_experts, top_k, row_bytes, tokens, gathered, pulled)
     dispatch = choose_dispatch(seconds, plan.max_tokens)
     predictions = ", ".join(
         f"{name} {1e3 * EXCHANGES_PER_LAYER * s:.2f} + {1e3 * HOST_COSTS[name].seconds(plan.max_tokens):.2f} ms"
@@ -80,6 +82,8 @@ def _choose_dispatch(axis: ExpertAxis, plan: Plan, result: BlockRewrite) -> tupl
     reason = (
         f"auto: predicted for {tokens} tokens a rank {predictions}; exchanges + host of a layer's forward and backward"
     )
+    if "pull" in seconds:
+        reason += "; 'pull' must be named"
     if _host_runs_ahead(axis):
         can_capture = dispatch == "gather" and plan.max_tokens
         reason += "; a CUDA graph " + (

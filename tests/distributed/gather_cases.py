@@ -172,12 +172,13 @@ def case_auto() -> None:
         check(Model("gated", layers=1).double(), make_mesh(), auto)
         line = explain_experts(auto)
         assert "every rank gathers the tokens of all ranks, the hosts agree" in line, line
-        assert re.search(f"{figures}{host('gather')};", line) and "a CUDA graph needs Plan(dispatch='gather'" in line, (
-            line
-        )
+        assert (
+            re.search(f"{figures}{host('gather')}, pull {exchange}{host('pull')};", line)
+            and "a CUDA graph needs Plan(dispatch='gather'" in line
+        ), line
         line = explain_experts(auto.replace(max_tokens=64))
         assert "at most 64 tokens a rank" in line and "a CUDA graph can hold it" in line, line
-        assert re.search(f"{figures}{host('gather', 64)};", line), line
+        assert re.search(f"{figures}{host('gather', 64)}, pull {exchange}{host('pull', 64)};", line), line
         for fields in (dict(chunks=2), dict(max_tokens=64, tokens=65)):
             assert "one level, and 'dedup'" in explain_experts(auto.replace(**fields))
         assert "gather" not in explain_experts(auto.replace(node_size=2)).partition("; a CUDA graph")[0]

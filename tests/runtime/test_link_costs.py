@@ -18,6 +18,7 @@ from moefx.runtime.ranks.link_costs import (
     choose_fastest,
     compute_expected_parts,
     count_gathered_bytes,
+    count_pulled_bytes,
     predict_seconds,
 )
 from moefx.runtime.ranks.topology import Topology, resolve_node_size
@@ -56,7 +57,8 @@ def predict_exchange_seconds(shape: str, ranks: int = 2, max_tokens: int | None 
     width, experts, top_k = WIDTH_EXPERTS_CHOICES[shape]
     gathered = count_gathered_bytes(2.0 * width, top_k, max_tokens or 8192)
     row_bytes = 2.0 * width + 6 * top_k
-    return predict_seconds(NVLINK[ranks], (ranks,), experts, top_k, row_bytes, 8192, gathered_bytes=gathered)
+    pulled = count_pulled_bytes(2.0 * width, experts, top_k, ranks, 8192, max_tokens)
+    return predict_seconds(NVLINK[ranks], (ranks,), experts, top_k, row_bytes, 8192, gathered, pulled)
 
 
 LAYERS_OF_TWO_GPUS = [  # shape, max_tokens, ms of a layer's forward and backward, eager
@@ -74,6 +76,11 @@ LAYERS_OF_TWO_GPUS = [  # shape, max_tokens, ms of a layer's forward and backwar
     ("dsv3_e64", 8192, {"dedup": 34.07, "gather": 32.07}),
     ("olmoe", 8192, {"dedup": 9.07, "gather": 5.99}),
     ("gptoss20b", 8192, {"dedup": 12.15, "gather": 10.30}),
+    # ep_pull_h200x2.jsonl
+    ("qwen3_30b", 8192, {"dedup": 9.39, "gather": 6.26}),  # "pull", which is never chosen, took 5.91
+    ("dsv3_e64", 8192, {"dedup": 32.85, "gather": 31.72, "pull": 32.24}),
+    ("olmoe", 8192, {"dedup": 8.86, "gather": 5.72, "pull": 5.83}),
+    ("gptoss20b", 8192, {"dedup": 11.54, "gather": 9.74, "pull": 10.45}),
     # ep_h200x2.jsonl
     ("qwen3_30b", None, {"flat": 10.03, "dedup": 7.26}),
     ("dsv3_e64", None, {"flat": 39.37, "dedup": 33.78}),
@@ -102,8 +109,15 @@ def test_the_chosen_dispatch_of_four_ranks_was_within_5_percent_of_the_fastest(s
 
 
 @pytest.mark.parametrize(
-    ("shape", "measured"),  # ep_joined_h200x2.jsonl; their kernels take less than half of the step with "dedup"
-    [("qwen3_30b", {"dedup": 9.55, "gather": 6.60}), ("olmoe", {"dedup": 9.07, "gather": 5.99})],
+    ("shape", "measured"),  # their kernels take less than half of the step with "dedup"
+    [
+        # ep_joined_h200x2.jsonl
+        ("qwen3_30b", {"dedup": 9.55, "gather": 6.60}),
+        ("olmoe", {"dedup": 9.07, "gather": 5.99}),
+        # ep_pull_h200x2.jsonl
+        ("qwen3_30b", {"dedup": 9.39, "gather": 6.26, "pull": 5.91}),
+        ("olmoe", {"dedup": 8.86, "gather": 5.72, "pull": 5.83}),
+    ],
 )
 def test_seconds_of_layers_that_wait_for_the_host(shape, measured):
     """Predict layers that wait for the host within 10 %; another run measured 7.26 ms for "dedup"."""
@@ -127,6 +141,15 @@ def test_seconds_of_layers_that_wait_for_the_host(shape, measured):
 )
 def test_gather_is_chosen_for_few_ranks(shape, ranks, max_tokens, way):
     assert choose_dispatch(predict_exchange_seconds(shape, ranks, max_tokens), max_tokens) == way
+
+
+def test_pull_reads_the_needed_tokens_and_all_slots():
+    pulled = count_pulled_bytes(4096.0, 128, 8, 8, tokens=100, max_tokens=110)
+    needed = compute_expected_parts(128, 8, 8) / 8
+    assert pulled == pytest.approx(100 * 4096 * needed + 110 * (8 * 8 + 4 * 8) / 4)
+    link = Links(Link(0.0, 1.0), (Link(0.0, 1.0),))
+    seconds = predict_seconds(link, (8,), 128, 8, 4096.0, tokens=100, pulled_bytes=pulled)
+    assert seconds["pull"] == pytest.approx(7 * pulled)
 
 
 @pytest.mark.parametrize(("ranks", "rows"), [(2, 1.99), (4, 3.6), (8, 5.3), (64, 7.8)])

@@ -1,7 +1,7 @@
 """Predict the fastest dispatch from measured bandwidths and expected row counts (X-MoE section 4.2, Piper section V).
 
 The seconds of a layer are those of its exchanges and of the host (`HOST_COSTS`). `"gather"` moves no fewer bytes than
-`"dedup"`, and saves the host's wait for the row counts.
+`"dedup"`, and saves the host's wait for the row counts. `"pull"` saves it too, and moves about as many as `"dedup"`.
 
 Letters: E experts, K slots of a token, W ranks, R racks, N nodes of a rack, L ranks of a node.
 """
@@ -31,6 +31,7 @@ _CPU_ROWS, _GPU_ROWS, _ROW_BYTES = (
     1 << 12,
 )  # a GPU needs 264 us for launches alone
 _REPEATS = 5
+_SLOT_BYTES = (4 + 4) + 4  # of an even exchange: weight and destination, weight's gradient
 DEFAULT_TOKENS = 4096  # per rank, if the plan does not set them
 EXCHANGES_PER_LAYER = 4  # dispatch and combine, forward and backward
 _MIN_GAINS = {"rbd": 0.15, "halo": 0.15, "gather": 0.1}
@@ -57,9 +58,10 @@ class HostCost:
 
 # Measured on hosts of two H200s, eager, with layers whose kernels take less than half of the step (qwen3_30b, olmoe).
 # A layer on one GPU takes the host 1.9 to 3.4 ms. To change a figure, run `python -m moefx bench ep` on two GPUs.
-#   launches: the steps of "gather" with max_tokens (6.60 and 5.99 ms in ep_joined_h200x2.jsonl), less exchanges. With
-#   256 tokens a layer with "dedup" took 6.2 ms, waits included. Steps of "rbd" and "halo" over links of one kind took
-#   2.4 and 3.7 ms more (ep_mirror_h200.jsonl, qwen3_30b).
+#   launches: the steps of "gather" with max_tokens (6.60 and 5.99 ms in ep_joined_h200x2.jsonl, 6.26 and 5.72 ms in
+#   ep_pull_h200x2.jsonl) and of "pull" (5.91 and 5.83 ms there), less exchanges. With 256 tokens a layer with "dedup"
+#   took 6.2 ms, waits included. Steps of "rbd" and "halo" over links of one kind took 2.4 and 3.7 ms more
+#   (ep_mirror_h200.jsonl, qwen3_30b).
 #   waits: the steps of "dedup" (9.55 and 9.07 ms), less exchanges and launches.
 #   agreement: the steps of "gather" (8.82 and 9.72 ms in ep_gather_h200x2.jsonl), less those with max_tokens.
 HOST_COSTS = {
@@ -67,7 +69,8 @@ HOST_COSTS = {
     "dedup": HostCost(launches=5.2e-3, waits=3.4e-3),
     "rbd": HostCost(launches=7.6e-3, waits=3.4e-3),
     "halo": HostCost(launches=8.9e-3, waits=3.4e-3),
-    "gather": HostCost(launches=5.6e-3, agreement=1.1e-3),
+    "gather": HostCost(launches=5.4e-3, agreement=1.1e-3),
+    "pull": HostCost(launches=5.4e-3, agreement=1.1e-3),
 }
 
 
@@ -157,7 +160,7 @@ def compute_expected_parts(num_experts: int, top_k: int, parts: int) -> float:
 
 def predict_seconds(
     links: Links, sizes: Sequence[int], num_experts: int, top_k: int, row_bytes: float, tokens: int = DEFAULT_TOKENS,
-    gathered_bytes: float | None = None,
+    gathered_bytes: float | None = None, pulled_bytes: float | None = None,
 ) -> dict[str, float]:  # fmt: skip
     """Predict the seconds of one exchange of a rank's tokens, for each dispatch.
 
@@ -170,6 +173,8 @@ def predict_seconds(
         tokens: tokens per rank.
         gathered_bytes: bytes that a rank sends to each other rank with `"gather"`, see `count_gathered_bytes`. None
             omits `"gather"`.
+        pulled_bytes: bytes that a rank reads from each other rank with `"pull"`, see `count_pulled_bytes`. None omits
+            `"pull"`.
     """
     rank_bytes, ranks = tokens * row_bytes, math.prod(sizes)
     above = list(itertools.accumulate(sizes[:-1], operator.mul, initial=1))  # number of units above each level
@@ -189,6 +194,8 @@ def predict_seconds(
     seconds = {"flat": predict_whole_axis(top_k), "dedup": predict_whole_axis(ranks_per_token)}
     if gathered_bytes is not None:
         seconds["gather"] = predict_whole_axis(ranks * gathered_bytes / rank_bytes)
+    if pulled_bytes is not None:
+        seconds["pull"] = predict_whole_axis(ranks * pulled_bytes / rank_bytes)
     if len(sizes) == 1:
         return seconds
     sent = zip(levels, units_per_token, strict=True)
@@ -217,8 +224,24 @@ def count_gathered_bytes(token_bytes: float, top_k: int, tokens: int) -> float:
         token_bytes: bytes of a token's values.
         tokens: tokens of each rank, padding included.
     """
-    slot_bytes = (4 + 4) + 4  # weight and destination, weight's gradient
-    return tokens * (token_bytes + slot_bytes * top_k / EXCHANGES_PER_LAYER)
+    return tokens * (token_bytes + _SLOT_BYTES * top_k / EXCHANGES_PER_LAYER)
+
+
+def count_pulled_bytes(
+    token_bytes: float, num_experts: int, top_k: int, ranks: int, tokens: int, max_tokens: int | None = None
+) -> float:
+    """Count the bytes that a rank reads from each other rank in an exchange of `"pull"`: the mean of the layer's four
+    exchanges.
+
+    It reads the weights and destinations of all tokens, and for uniform routing `compute_expected_parts(E, K, W) / W`
+    of the tokens, whose sums, and the gradients of both, are read as often.
+
+    Args:
+        token_bytes: bytes of a token's values.
+        tokens: tokens of each rank. max_tokens: the same with padding.
+    """
+    needed = compute_expected_parts(num_experts, top_k, ranks) / ranks
+    return tokens * token_bytes * needed + (max_tokens or tokens) * _SLOT_BYTES * top_k / EXCHANGES_PER_LAYER
 
 
 def choose_fastest(seconds: dict[str, float]) -> str:
@@ -235,7 +258,8 @@ def choose_fastest(seconds: dict[str, float]) -> str:
 def choose_dispatch(seconds: dict[str, float], max_tokens: int | None = None) -> str:
     """Return the dispatch with the fastest layer, by exchanges and the host's time.
 
-    Exchanges alone decide between `"flat"` and `"dedup"`, which take the host as long.
+    Exchanges alone decide between `"flat"` and `"dedup"`, which take the host as long. `"pull"` is predicted, and never
+    chosen: nobody has measured it over more than two GPUs, and a lost rank ends other processes by a CUDA error.
 
     Args:
         seconds: of one exchange, by dispatch; see `predict_seconds`.
@@ -246,5 +270,9 @@ def choose_dispatch(seconds: dict[str, float], max_tokens: int | None = None) ->
         dispatch: EXCHANGES_PER_LAYER * s + HOST_COSTS[dispatch].seconds(max_tokens) for dispatch, s in seconds.items()
     }
     return choose_fastest(
-        {dispatch: s for dispatch, s in layer.items() if dispatch == single or dispatch not in ("flat", "dedup")}
+        {
+            dispatch: s
+            for dispatch, s in layer.items()
+            if dispatch == single or dispatch not in ("flat", "dedup", "pull")
+        }
     )
