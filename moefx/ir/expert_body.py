@@ -148,11 +148,23 @@ class ExpertBody:
 
     def act_in(self, dtype: torch.dtype, weight_dtype: torch.dtype | None) -> Expr:
         """Return `act`, with a cast if promotion (by float32 routing weights) would leave the GEMMs' dtype."""
-        return self.act if self._infer(self.act, dtype, weight_dtype) == dtype else to_dtype(self.act, dtype)
+        key = "act", dtype, weight_dtype
+        if key not in self._inferred:
+            is_kept = self._infer(self.act, dtype, weight_dtype) == dtype
+            self._inferred[key] = self.act if is_kept else to_dtype(self.act, dtype)
+        return self._inferred[key]
 
     def out_dtype(self, dtype: torch.dtype, weight_dtype: torch.dtype | None) -> torch.dtype:
         """Return the dtype of the result rows for GEMMs in `dtype`."""
-        return self._infer(self.out, dtype, weight_dtype)
+        key = "out", dtype, weight_dtype
+        if key not in self._inferred:
+            self._inferred[key] = self._infer(self.out, dtype, weight_dtype)
+        return self._inferred[key]
+
+    @functools.cached_property
+    def _inferred(self) -> dict[Any, Any]:
+        """Results of `act_in` and `out_dtype`, which each call of the op needs."""
+        return {}
 
     def _infer(self, expr: Expr, dtype: torch.dtype, weight_dtype: torch.dtype | None) -> torch.dtype:
         dtypes = {v: dtype for v in list_variables(expr)}
@@ -162,7 +174,7 @@ class ExpertBody:
             dtypes["w"] = weight_dtype
         return infer_dtype(expr, dtypes)
 
-    @property
+    @functools.cached_property
     def uses_row_weight(self) -> bool:
         return "w" in list_variables(self.act) or "w" in list_variables(self.out)
 

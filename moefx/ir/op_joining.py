@@ -17,7 +17,7 @@ from .joined_ops import JoinedOps, Wiring
 from .op_providers import registry
 from .ops.op_definition import NAMESPACE, Op
 
-_HOISTED_METHODS = frozenset({"to_local"})  # reads of parameters, which may run before the joined ops
+_READ_LOCAL = "to_local"  # a method that reads a parameter; it may run before the joined ops
 
 
 def join_ops(graph: Graph, title: str) -> Graph:
@@ -62,6 +62,10 @@ def join_ops(graph: Graph, title: str) -> Graph:
 
 def _copy_node(graph: Graph, node: Node, values: dict[Node, Node]) -> Node:
     copied = graph.node_copy(node, values.__getitem__)
+    if node.op == "call_method" and node.target == _READ_LOCAL:
+        from .local_part import read_local  # imports torch.distributed, which a block of one rank does not need
+
+        copied.op, copied.target = "call_function", read_local
     copied.name = node.name
     return copied
 
@@ -74,7 +78,7 @@ def _is_joinable(node: Node) -> bool:
 
 def _is_hoisted(node: Node, parts: Container[Node]) -> bool:
     """Return whether a node may run ahead of the ops before it."""
-    is_method = node.op == "call_method" and node.target in _HOISTED_METHODS
+    is_method = node.op == "call_method" and node.target == _READ_LOCAL
     is_read = is_method or node.op == "get_attr" or is_getitem(node)
     return is_read and not any(n in parts for n in node.all_input_nodes)
 

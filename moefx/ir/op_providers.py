@@ -74,12 +74,18 @@ def choose_provider(op: Op, args: Any, kwargs: Any) -> Provider:
     if op.name in _forced:
         provider = op.providers[_forced[op.name]]
     else:
-        # "reference" was registered first and supports everything.
-        provider = next(p for p in reversed(op.providers.values()) if p.supports(*args, **kwargs))
+        provider = _find_supporting(op, args, kwargs)
     if _thread.is_compiling:
         return _compile_only(op, provider) if provider.name in _compilers else provider
     _calls[op.name, provider.name] += 1
     return provider
+
+
+def _find_supporting(op: Op, args: Any, kwargs: Any) -> Provider:
+    for provider in reversed(op.providers.values()):
+        if provider.supports(*args, **kwargs):
+            return provider
+    raise AssertionError('"reference" supports everything')
 
 
 def register_compiler(provider: str, compile_ahead: Callable[[], contextlib.AbstractContextManager[None]]) -> None:

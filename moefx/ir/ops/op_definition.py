@@ -239,11 +239,13 @@ def raise_double_backward(op: str) -> NoReturn:
 
 @contextlib.contextmanager
 def run_joined() -> Iterator[None]:
-    """Run ops of this thread one after the other without the dispatcher: see `ir.joined_ops`."""
+    """Run ops of this thread one after the other without the dispatcher: see `ir.joined_ops`. Their providers run below
+    autograd, as in a single call."""
     before = _thread.is_below_dispatcher, _thread.is_joined
     _thread.is_below_dispatcher = _thread.is_joined = True
     try:
-        yield
+        with torch._C._AutoDispatchBelowAutograd():
+            yield
     finally:
         _thread.is_below_dispatcher, _thread.is_joined = before
 
