@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -59,3 +60,13 @@ class _EachNth:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_EachNth())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _check_results_of_ops() -> Iterator[None]:
+    """Compare the results of every op, in this process, with its contract."""
+    from .op_contracts import check_every_run  # imports Triton: after the setting above
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        check_every_run(monkeypatch)
+        yield

@@ -33,7 +33,7 @@ _CONTRACT = (
 @op(
     f'expert_mlp({_SIGNATURE}, Tensor? later=None, *, str body, str keep="h", bool reduce=False, '
     "ScalarType? dtype=None, float? stash_rows=None) -> Tensor[]",
-    contract=f"{_CONTRACT} -> rows[B,D]",
+    contract=f"{_CONTRACT} -> rows[_,_]",  # [B,D], or their sums [S,D]
     keeps_activations=True,
     without_backward={"keep": "none", "stash_rows": None},
 )

@@ -16,6 +16,9 @@ from ...errors import InvalidInput
 class Contract:
     """The shapes of an op's tensors in named letters. A letter has the same size everywhere; `_` is any size.
 
+    `name[*]` is a list of tensors. An argument with `?` may be None, and a result with `?` may be empty. A result may
+    end with `...`, any further axes. `Op` checks arguments at each call, and `tests/op_contracts.py` checks results.
+
     Attributes:
         inputs: argument name -> letters, without arguments that are lists of tensors.
         outputs: result name -> letters.

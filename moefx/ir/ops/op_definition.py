@@ -6,7 +6,7 @@ providers, and a shape contract:
 
     "x[S,D], token_ids[B], expert_offsets[E+1], inverse[S,K] -> rows[B,D]"
 
-Every call, real or fake, is checked against the contract.
+Every call, real or fake, checks its arguments against the contract. Tests check the results (`tests/op_contracts.py`).
 
 Ops are defined by `torch.library.Library.define`: a call takes about half the time of a `torch.library.custom_op`. If
 the implementation of an op calls another op, that call bypasses the dispatcher.

@@ -30,7 +30,7 @@ class PftResult(enum.IntEnum):
     "build_pft(Tensor topk_ids, Tensor? topk_weights, Tensor? keep, *, int num_experts, "
     'SymInt? capacity=None, str drop="none", Tensor? num_rows=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)',
     contract="topk_ids[S,K], topk_weights[S,K]?, keep[S,K]? -> "
-    "token_ids[B], slot_ids[B], expert_offsets[E+1], inverse[S,K], combine_weights[B]",
+    "token_ids[B], slot_ids[B], expert_offsets[E+1], inverse[S,K], combine_weights[B]?",
 )
 def build_pft(
     topk_ids: Tensor,
@@ -194,7 +194,7 @@ build_pft.autograd(
 
 @op(
     "pick_choices(Tensor values, Tensor token_ids, Tensor slot_ids, Tensor inverse) -> Tensor",
-    contract="token_ids[B], slot_ids[B], inverse[S,K] -> rows[_]",
+    contract="token_ids[B], slot_ids[B], inverse[S,K] -> rows[B,...]",
 )
 def pick_choices(values: Tensor, token_ids: Tensor, slot_ids: Tensor, inverse: Tensor) -> Tensor:
     """Gather the value of each row's slot, [B,...] from values [S,K,...]. Differentiable; the tail has no gradient."""
@@ -203,7 +203,7 @@ def pick_choices(values: Tensor, token_ids: Tensor, slot_ids: Tensor, inverse: T
 
 @op(
     "pick_choices_backward(Tensor grad, Tensor inverse) -> Tensor",
-    contract="inverse[S,K] -> values[_]",
+    contract="inverse[S,K] -> values[S,K,...]",
 )
 def pick_choices_backward(grad: Tensor, inverse: Tensor) -> Tensor:
     """Return the gradient of the values: the gradient of each slot's row, 0 if dropped."""
