@@ -194,8 +194,11 @@ def _find_room(occupied: Iterable[tuple[int, int]], size: int) -> int:
 class LaunchBatch:
     """Launches that follow each other.
 
+    Threads mutate `used` and `seen` without a lock, because a capture holds it for milliseconds. Each operation on these
+    sets is atomic. An entry that a race loses costs one more capture or launch; results do not change.
+
     Attributes:
-        graphs: CUDA graphs by the addresses in `registers`.
+        graphs: CUDA graphs by the addresses in `registers`. Written under the lock `_capturing`.
         used: addresses of the graphs that ran since `_make_room` last dropped some.
         seen: addresses that ran once.
     """
@@ -259,7 +262,7 @@ class LaunchBatch:
 
 
 _batches: weakref.WeakSet[LaunchBatch] = weakref.WeakSet()
-_capturing = threading.Lock()  # also guards the sets above and the names below
+_capturing = threading.Lock()  # also guards `_batches`, the graphs of each batch, and the names below
 _streams: dict[torch.device, Any] = {}
 _attempts_to_skip = 0
 
