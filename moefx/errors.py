@@ -115,6 +115,12 @@ class Refused(MoefxError):
         names = f" [{', '.join(culprits)}]" if culprits else ""
         super().__init__(f"{reason}{names}{where}" + (f". {remedy}" if remedy else ""))
 
+    def replace(self, *, source: str, remedy: str) -> Refused:
+        """Return the refusal with another source line and remedy."""
+        refusal = Refused(self.reason, culprits=self.culprits, source=source, remedy=remedy, cause=self.cause)
+        refusal.trace = self.trace
+        return refusal
+
 
 def summarize_error(error: BaseException) -> str:
     """Return the type of an exception and the first line of its message."""

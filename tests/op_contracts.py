@@ -32,7 +32,9 @@ def check_results(op: Op, args: Sequence[Any], outputs: Any) -> None:
         if f" {name}[{','.join(dims)}]?" in op.contract.text and result.numel() == 0:
             continue
         is_equal = _bind(sizes, dims, result.shape)
-        assert is_equal, f"moefx::{op.name} returned {name} of {list(result.shape)}, for {op.contract.text} with {sizes}"
+        assert is_equal, (
+            f"moefx::{op.name} returned {name} of {list(result.shape)}, for {op.contract.text} with {sizes}"
+        )
 
 
 def _bind(sizes: dict[str, int], dims: Sequence[str], shape: torch.Size) -> bool:

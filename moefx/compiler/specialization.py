@@ -36,7 +36,7 @@ from ..runtime.block_forward import BlockForward
 from ..runtime.change_detection import ReadAttributes
 from ..runtime.program import Program
 from ..util.module_names import quote_name
-from ..util.user_code import forward_line
+from ..util.user_code import forward_line, user_line
 from .block_compiler import BlockRewrite, finish_block, rewrite_block, rewrite_with_objects
 from .check_policy import CheckPolicy
 from .program_builder import build_program, move_kind
@@ -70,9 +70,14 @@ class LazySpecializer:
         for shared in self.shared_programs:
             if shared.signature == block_signature and _admits_call(block, shared, call, args, kwargs):
                 return shared.program.renamed(forward.name)
-        program, attributes_read = run_proof(
-            lambda: self._specialize(block, forward, call, args, kwargs), call.device, call.autocast
-        )
+        try:
+            program, attributes_read = run_proof(
+                lambda: self._specialize(block, forward, call, args, kwargs), call.device, call.autocast
+            )
+        except Refused as why:
+            if why.source:
+                raise
+            raise why.replace(source=forward_line(block), remedy=why.remedy) from why
         self.shared_programs.append(_SharedProgram(weakref.ref(block), block_signature, attributes_read, program))
         return program
 
@@ -164,7 +169,11 @@ class LazySpecializer:
         except Exception as error:
             if is_internal_error(error):
                 raise
-            refusal = Refused(f"it does not run on abstract tensors ({summarize_error(error)})")
+            refusal = Refused(
+                f"it does not run on abstract tensors ({summarize_error(error)})",
+                source=user_line(error),
+                remedy="read values of floats outside of the block, and pass the result as an argument",
+            )
         else:
             return lambda for_all_objects: candidates.skip_calls(candidates.calls[""], for_all_objects)
 
@@ -215,7 +224,10 @@ class LazySpecializer:
             for path, kind in described_leaves.values()
             if kind[0] == "tensor"
         ):
-            raise Refused("its tensors do not correspond to those of the recorded call")
+            raise Refused(
+                "its tensors do not correspond to those of the recorded call",
+                remedy="compile with example_inputs that have the same arguments, with the same number of axes",
+            )
         resized_tensors = {
             key: recorded_leaves[path].to(kind[1])
             for key, (path, kind) in described_leaves.items()
@@ -247,7 +259,10 @@ class LazySpecializer:
             elif len(kinds) == 1 and len(single_kind) == 2 and describe_leaf(single_kind[1]) == single_kind:
                 bound.arguments[name] = single_kind[1]
             else:
-                raise Refused("a call with other arguments is traced before it was ever run; run it once in eager mode")
+                raise Refused(
+                    f"the call has another {name} than the recorded call, and is traced before it was ever run",
+                    remedy="run it once in eager mode, before torch.compile traces it",
+                )
         return bound.args, bound.kwargs
 
 
@@ -291,7 +306,10 @@ def _check_admits(block: nn.Module, program: Program, args: tuple, kwargs: dict[
         block, flatten_arguments(make_signature_binder(block)(*args, **kwargs), program.objects)
     )
     if index >= 0:
-        raise Refused(f"no proof was found for the sizes of this call, only for {program.guards[index]}")
+        raise Refused(
+            f"no proof was found for the sizes of this call, only for {program.guards[index]}",
+            remedy="compile with example_inputs of these sizes, to read in moefx.explain why their proof fails",
+        )
 
 
 def _has_same_type(value: Any, kind: tuple) -> bool:

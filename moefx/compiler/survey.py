@@ -363,9 +363,9 @@ def _refusing_errors(module: nn.Module, call: SurveyedCall) -> Iterator[None]:
         yield
     except Refused as why:
         if is_graph:
-            refusal = Refused(why.reason, culprits=why.culprits, source=why.source, remedy=_FLAT, cause=why.cause)
-            refusal.trace = why.trace
-            raise refusal from why
+            raise why.replace(source=why.source, remedy=_FLAT) from why
+        if not why.source:
+            raise why.replace(source=forward_line(module), remedy=why.remedy) from why
         raise
     except CaptureError as error:
         if cache := _find_cache((call.args, call.kwargs)):

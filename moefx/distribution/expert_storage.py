@@ -19,7 +19,9 @@ def find_expert_parameters(result: BlockRewrite) -> ExpertParameters:
         groups = [g for g in groups if len(g.ids) > 1 and has_matrix_products(g.body)]
     if len(groups) != 1 or len(groups[0].ids) != RoutedRegion.of(result.graph).num_experts:
         raise Refused(
-            "several kinds of experts in one block: none of them, or more than one, could be spread over a mesh"
+            f"the block has experts of {len(result.match.groups)} kinds, and {len(groups)} of the kinds have several "
+            "experts with matrix products: one kind is spread over a mesh, the others stay on every rank",
+            remedy="give each kind a module of its own, with its own router",
         )
     (group,) = groups
     stacked: dict[str, int] = {}
@@ -32,7 +34,13 @@ def find_expert_parameters(result: BlockRewrite) -> ExpertParameters:
             for expert_names, name in zip(separate, names, strict=True):
                 expert_names.append(name)
         else:
-            raise Refused("several experts share a parameter, but not all of them", culprits=tuple(names[:3]))
+            shared = next(name for name in names if names.count(name) > 1)
+            raise Refused(
+                f"{names.count(shared)} of {len(names)} experts share the parameter {shared}, and would be on "
+                "different ranks",
+                culprits=(shared,),
+                remedy="give each expert a parameter of its own: nn.Parameter(weight.clone())",
+            )
     return ExpertParameters(
         stacked,
         tuple(tuple(dict.fromkeys(expert_names)) for expert_names in separate) if any(separate) else (),
@@ -52,7 +60,7 @@ def _expert_length(table: Sequence[ParameterSlice]) -> int:
             raise Refused(
                 f"the experts' parameter {part.fqn} does not store expert after expert along its first axis",
                 culprits=(part.fqn,),
-                remedy="store it as [experts, ...]",
+                remedy="store it as [experts, ...], with the experts in order",
             )
     return length
 

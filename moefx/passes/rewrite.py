@@ -161,6 +161,7 @@ class Rewriter:
                 if not all(map(_is_node, leaves)):
                     raise Refused(
                         "whether the block returns a tensor depends on the routing",
+                        source=next(str(leaf.meta["source"]) for leaf in leaves if _is_node(leaf)),
                         remedy="return a tensor in every call, such as one of zeros",
                     )
                 roots.append(AlignedNodes(leaves))
@@ -263,6 +264,7 @@ class Rewriter:
             raise Refused(
                 "how often random numbers are drawn depends on the routing",
                 source=str(next(n for d in draws for n in d).meta["source"]),
+                remedy="draw them in every call, and choose between the results by torch.where",
             )
         for form in self.match.forms:
             for n in form.replaced_nodes:
@@ -277,6 +279,7 @@ class Rewriter:
             raise Refused(
                 "the number of calls of a submodule with an object that it may write to depends on the routing",
                 source=str(next(n for s in skipped for n in s).meta["source"]),
+                remedy="call it equally often in every call of the block",
             )
         return [AlignedNodes(column) for column in zip(*skipped, strict=True)]
 
@@ -296,28 +299,20 @@ class Rewriter:
         per_capture = [c.effects for c in self.residual.captures]
         for capture in self.residual.captures:
             refuse_effects(capture)
+        _require_equal_targets(per_capture)
         out = []
-        for column in zip(*per_capture, strict=False):
-            first = column[0]
-            if len({len(e) for e in per_capture}) != 1 or any(
-                (e.kind, str(e.target)) != (first.kind, str(first.target)) for e in column
-            ):
-                raise Refused(
-                    "which buffers or attributes the block changes depends on the routing",
-                    culprits=tuple(str(e.target) for e in column),
-                )
-            if first.kind == "state":
-                self.states.append(first)
-                continue
-            out.append(AlignedEffect(first, self._align_leaves(column)))
-        if len({len(e) for e in per_capture}) != 1:
-            raise Refused("which buffers or attributes the block changes depends on the routing")
+        for column in zip(*per_capture, strict=True):
+            if column[0].kind == "state":
+                self.states.append(column[0])
+            else:
+                out.append(AlignedEffect(column[0], self._align_leaves(column)))
         for effect, leaves in out:
             if effect.kind == "buffer" and leaves[0].first in self.form.replaced_nodes:
                 raise Refused(
                     f"the experts' computation updates the buffer {effect.target}",
                     culprits=(str(effect.target),),
                     source=str(leaves[0].first.meta["source"]),
+                    remedy="update it from the sum of all experts, behind their loop",
                 )
         return out
 
@@ -328,6 +323,8 @@ class Rewriter:
             raise Refused(
                 f"the value of the block's attribute {column[0].target} depends on the routing",
                 culprits=(str(column[0].target),),
+                source=_find_line(column),
+                remedy="give it the same number of tensors in every call, such as one for each expert",
             )
         leaves = []
         for values in zip(*[values for values, _ in flat], strict=True):
@@ -358,6 +355,29 @@ class Rewriter:
                 target = self.overwritten[effect.target]
             self.residual.call(aten.copy_.default, (target, value), {}, {"source": str(aligned.first.meta["source"])})
         return attributes
+
+
+def _require_equal_targets(per_capture: Sequence[Sequence[Effect]]) -> None:
+    """Require that all captures change the same buffers, inputs and attributes, in the same order."""
+    targets = [[(e.kind, str(e.target)) for e in effects] for effects in per_capture]
+    if all(t == targets[0] for t in targets):
+        return
+    differing = {
+        target for t in targets for target in t if any(t.count(target) != other.count(target) for other in targets)
+    }
+    culprits = tuple(sorted({name for _, name in differing}))
+    raise Refused(
+        "which buffers or attributes the block changes depends on the routing",
+        culprits=culprits,
+        source=_find_line([e for effects in per_capture for e in effects if str(e.target) in culprits or not culprits]),
+        remedy="change them in every call, and choose between the values by torch.where",
+    )
+
+
+def _find_line(effects: Sequence[Effect]) -> str:
+    """Return the user's line that computes the new value of an effect, or "" if none is a tensor."""
+    nodes = (node for e in effects for node in pytree.tree_leaves(e.node) if _is_node(node))
+    return next((str(node.meta["source"]) for node in nodes if "source" in node.meta), "")
 
 
 def _changes_module(effect: Effect, call: SubmoduleCall) -> bool:

@@ -52,6 +52,8 @@ HIDDEN = {
     "logaddexp": lambda h: torch.logaddexp(h, make_number(0.5)),
     "fmod": lambda h: torch.fmod(h, make_number(0.5)),
     "lerp": lambda h: torch.lerp(h, 2 * h, make_number(0.5)),
+    "cumprod": lambda h: h.cumprod(-1),
+    "logcumsumexp": lambda h: h.logcumsumexp(-1),
 }
 
 

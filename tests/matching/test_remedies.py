@@ -353,6 +353,64 @@ def relu_by_a_mask(block, x):
     return out
 
 
+def draw_if_chosen(block, x):
+    w, ids = block.route(x)
+    if (ids == 0).any():
+        x = x + torch.rand_like(x)
+    return block.mixed(x, w, ids)
+
+
+def draw_always(block, x):
+    w, ids = block.route(x)
+    return block.mixed(x + torch.where((ids == 0).any(), torch.rand_like(x), 0), w, ids)
+
+
+def count_if_chosen(block, x):
+    w, ids = block.route(x)
+    if (ids == 0).any():
+        block.count += 1
+    return block.mixed(x, w, ids)
+
+
+def count_by_where(block, x):
+    w, ids = block.route(x)
+    block.count.copy_(torch.where((ids == 0).any(), block.count + 1, block.count))
+    return block.mixed(x, w, ids)
+
+
+def return_if_chosen(block, x):
+    w, ids = block.route(x)
+    return block.mixed(x, w, ids), w.sum() if (ids == 0).any() else None
+
+
+def return_always(block, x):
+    w, ids = block.route(x)
+    return block.mixed(x, w, ids), torch.where((ids == 0).any(), w.sum(), 0)
+
+
+def map_rows(function, after=lambda out: out):
+    """Apply `function(expert, rows)` for each expert, and another function to the sum."""
+
+    def forward(block, x):
+        w, ids = block.route(x)
+        out = 0
+        for e, expert in enumerate(block.experts):
+            t, k = torch.where(ids == e)
+            rows = function(expert, x[t]) * w[t, k, None]
+            out = out + torch.zeros(len(x), rows.shape[1], dtype=x.dtype).index_add(0, t, rows)
+        return after(out)
+
+    return forward
+
+
+def multiply_three(expert, rows):
+    return torch.einsum("td,hd,dh->td", rows, expert.up.weight, expert.down.weight)
+
+
+def multiply_two_at_a_time(expert, rows):
+    return rows * torch.einsum("hd,dh->d", expert.up.weight, expert.down.weight)
+
+
 class SpectrallyNormed(nn.Sequential):
     def __init__(self):
         super().__init__(nn.utils.parametrizations.spectral_norm(nn.Linear(D, D)))
@@ -464,6 +522,26 @@ PAIRS = {
     r"change buffers in their forward.*compile in eval mode": (
         lambda: Block(Block.moe, SpectrallyNormed),
         lambda: Block(Block.moe, SpectrallyNormed).eval(),
+    ),
+    r"random numbers are drawn depends on the routing.*draw them in every call": (
+        lambda: Block(draw_if_chosen),
+        lambda: Block(draw_always),
+    ),
+    r"block changes depends on the routing .count.*choose between the values by torch.where": (
+        lambda: Block(count_if_chosen, count=nn.Buffer(torch.zeros(()))),
+        lambda: Block(count_by_where, count=nn.Buffer(torch.zeros(()))),
+    ),
+    r"returns a tensor depends on the routing.*return a tensor in every call": (
+        lambda: Block(return_if_chosen),
+        lambda: Block(return_always),
+    ),
+    r"join a number and their rows.*pad the sum of all experts": (
+        lambda: Block(map_rows(lambda expert, rows: F.pad(expert(rows), (0, 1)))),
+        lambda: Block(map_rows(lambda expert, rows: expert(rows), lambda out: F.pad(out, (0, 1)))),
+    ),
+    r"a product of 3 tensors.*multiply two at a time": (
+        lambda: Block(map_rows(multiply_three)),
+        lambda: Block(map_rows(multiply_two_at_a_time)),
     ),
     r"each row by itself.*no batch norm": (
         lambda: Block(Block.moe, BatchNormed),

@@ -121,7 +121,14 @@ def order_units(analysis: GraphAnalysis, unit_of: dict[fx.Node, ExtractedRegion]
             if not needs[v]:
                 heapq.heappush(ready, (first[v], last[v], v))
     if len(out) < len(units):
-        raise Refused("a node outside the region must run between two parts of the region")
+        required = [units[before] for u, unit in units.items() if not isinstance(unit, fx.Node) for before in needs[u]]
+        between = [unit for unit in required if isinstance(unit, fx.Node)][:1]
+        raise Refused(
+            "an operation outside the region must run between two parts of the region",
+            culprits=tuple(n.name for n in between),
+            source=analysis.find_source_line(between[0]) if between else "",
+            remedy="move it before or behind the experts",
+        )
     return out
 
 

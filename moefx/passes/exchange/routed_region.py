@@ -58,7 +58,10 @@ class RoutedRegion:
         if len(regions) > 1:
             regions = [region for region in regions if region.num_experts > 1 and region.has_matrices]
         if len(regions) != 1:
-            raise Refused("several kinds of experts with matrices in one block cannot be spread over a mesh yet")
+            raise Refused(
+                "several kinds of experts with matrices in one block cannot be spread over a mesh yet",
+                remedy="give each kind a module of its own, with its own router",
+            )
         return regions[0]
 
     @property
@@ -100,6 +103,7 @@ class RoutedRegion:
             raise Refused(
                 "the experts take more than one number for each slot, which cannot be sent to other ranks yet",
                 source=str(node.meta.get("source", "")),
+                remedy="multiply by one number for each slot, and compute the other ones from the token's row",
             )
         return True
 

@@ -157,14 +157,14 @@ class ExpertBodyEmitter:
                 pieces = [self._as_rows(self.emit_value(a), len(term.shape)) for a in term.args[1:]]
                 return BodyValue(self.call(aten.cat.default, (pieces, term.args[0] + 1)), "row", len(term.shape))
             case _:
-                raise Refused(f"the experts use {term.op} in a way that is not supported on rows", source=self.source)
+                raise self._refuse_op(term.op)
         return BodyValue(node, inner.kind, len(term.shape))
 
     def _emit_recorded_op(self, term: Body) -> fx.Node:
         target, args, kwargs, part, *operands = term.args
         nodes = [self.emit_value(a) for a in operands]
         if any(v.kind != "fixed" for v in nodes):
-            raise Refused(f"the experts use {target} in a way that is not supported on rows", source=self.source)
+            raise self._refuse_op(str(target))
 
         def substitute(a: Any) -> Any:
             if isinstance(a, Operand):
@@ -199,10 +199,18 @@ class ExpertBodyEmitter:
                 return self.call(aten.linalg_vector_norm.default, (x, static[0], list(dims)))
             case "var":
                 return self.call(aten.var.correction, (x, list(dims)), {"correction": static[0]})
-            case "prod" | "cumsum":
-                overload = aten.prod.dim_int if name == "prod" else aten.cumsum.default
-                return self.call(overload, (x, dims[0]))
-        raise Refused(f"the experts use {name}, which is not supported on rows", source=self.source)
+            case "prod":
+                return self.call(aten.prod.dim_int, (x, dims[0]))
+            case "cumsum" | "cumprod" | "logcumsumexp":
+                return self.call(getattr(aten, name).default, (x, dims[0]))
+        raise self._refuse_op(name)
+
+    def _refuse_op(self, name: str) -> Refused:
+        return Refused(
+            f"the experts use {name}, which is not supported on rows",
+            source=self.source,
+            remedy="compute it with element-wise operations, sums and matrix products, or outside of the experts",
+        )
 
     def _emit_routed_value(self, term: Body) -> BodyValue:
         i = term.args[0]
@@ -227,7 +235,9 @@ class ExpertBodyEmitter:
                 by_slot = self.call(aten.transpose.int, (self.emitter.reshape(node, (K, -1, width)), 0, 1))
             else:
                 raise Refused(
-                    "the experts' input is computed per token and expert", source=str(ref.node.meta["source"])
+                    "the experts' input is computed per token and expert",
+                    source=str(ref.node.meta["source"]),
+                    remedy="compute it for each token, or for each of its slots, as [S,K,D] with ids [S,K]",
                 )
             rows = self._pick_slots(by_slot, ("B", "D"))
         if len(shape) != 1:
@@ -249,8 +259,9 @@ class ExpertBodyEmitter:
         """Emit a value with one leading row axis and `num_axes` more."""
         if isinstance(v.node, (int, float)):
             raise Refused(
-                "the experts join a number and their rows, as in `torch.stack([h, torch.zeros_like(h)])`",
+                "the experts join a number and their rows, as in `torch.cat([h, torch.zeros_like(h)], -1)`",
                 source=self.source,
+                remedy="pad the sum of all experts instead, behind their loop",
             )
         if v.kind == "expert":
             nodes = v.node if isinstance(v.node, list) else [v.node]
@@ -343,7 +354,11 @@ class ExpertBodyEmitter:
         inputs, output, *operands = term.args
         values = [self.emit_value(a) for a in operands]
         if len(values) > 2:
-            raise Refused(f"a product of {len(values)} tensors inside the experts is not supported", source=self.source)
+            raise Refused(
+                f"a product of {len(values)} tensors inside the experts is not supported",
+                source=self.source,
+                remedy="multiply two at a time: torch.einsum with two operands, or @",
+            )
         if len(values) == 2 and values[0].kind != "row" and values[1].kind == "row":
             values, inputs = values[::-1], inputs[::-1]
         if (

@@ -272,4 +272,8 @@ def _explain_constant(group: ProvenGroup, source: str) -> Refused:
             source=source,
             remedy="start from torch.zeros_like(x) instead of torch.empty_like(x)",
         )
-    return Refused("the result of the experts does not depend on the token", source=source)
+    return Refused(
+        "the result of the experts does not depend on the token",
+        source=source,
+        remedy="look it up by the chosen expert instead of running experts: table[ids]",
+    )
