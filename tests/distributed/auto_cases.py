@@ -84,9 +84,8 @@ def case_explain_agrees_with_compile() -> None:
     compiled = compile_planned(model, mesh, "auto")
     found, after = read_decision(compiled), moefx.explain(compiled)
     assert str(before.planned) == str(after.planned)
-    again = compile_planned(
-        model, mesh, found.replace(validation="symbolic")
-    )  # a decided plan is accepted as an argument
+    # a decided plan is accepted as an argument
+    again = compile_planned(model, mesh, found.replace(validation="symbolic"))
     assert read_graph_lines(again) == read_graph_lines(compiled) and moefx.explain(again).planned is None
     for text in (
         "planned     checkpoint='h', expert_axis=('ep', 'tp'), sequence_axis='tp'",

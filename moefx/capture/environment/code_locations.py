@@ -215,12 +215,8 @@ def is_internal_error(error: BaseException) -> bool:
     return isinstance(error, _BUG_TYPES) or not _find_opcode(trace).startswith(("CALL", "PRECALL", "RAISE_VARARGS"))
 
 
-_BUG_TYPES = (
-    AssertionError,
-    AttributeError,
-    KeyError,
-    NameError,
-)  # other types may come from C++ code of torch, without frames
+# other types may come from C++ code of torch, without frames
+_BUG_TYPES = (AssertionError, AttributeError, KeyError, NameError)
 
 
 def is_program_error(error: BaseException) -> bool:

@@ -157,9 +157,8 @@ class SizeLog:
         products = rf"\b(?:{name})(?:\*(?:{name}))*\b"
         if not self.dims:
             return text
-        return re.sub(
-            products, lambda m: self.expressions.get(evaluate_size(m[0], self.dims), m[0]), text
-        )  # S*S has none
+        # S*S has none
+        return re.sub(products, lambda m: self.expressions.get(evaluate_size(m[0], self.dims), m[0]), text)
 
     def log_leak(self, expr: str) -> None:
         self.leaks.add(expr)

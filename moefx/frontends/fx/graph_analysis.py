@@ -150,9 +150,8 @@ class GraphAnalysis:
             if n.target is torch.ops.aten._assert_tensor_metadata.default:  # holds for the inputs of the trace
                 dead.add(n)
                 continue
-            is_op = n.target is operator.getitem or isinstance(
-                n.target, torch._ops.OpOverload
-            )  # torch drops these, too
+            # torch drops these, too
+            is_op = n.target is operator.getitem or isinstance(n.target, torch._ops.OpOverload)
             is_pure = is_op and self.effects[n] == NodeEffects()
             if is_pure and isinstance(self.value[n], (torch.Tensor, tuple, list)) and dead.issuperset(n.users):
                 dead.add(n)

@@ -22,10 +22,8 @@ _IN_PLACE = {
 }  # fmt: skip
 _LIBRARIES = {"torch", "_operator", "math", "builtins", "einops"}
 _FUNCTIONAL = {"aten", "prims", "prim", "moefx"}  # ops of other namespaces may draw random numbers without a tag
-_RANDOM_FUNCTIONS = {
-    "gumbel_softmax",
-    "multi_head_attention_forward",
-}  # Python functions without an op of the same name
+# Python functions without an op of the same name
+_RANDOM_FUNCTIONS = {"gumbel_softmax", "multi_head_attention_forward"}
 _OPS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 
 
@@ -166,9 +164,8 @@ def _find_schemas(n: fx.Node) -> list[Any]:
 @functools.cache
 def _find_packet(name: str) -> Any:
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
-    return (
-        packet if isinstance(packet, torch._ops.OpOverloadPacket) else None
-    )  # not its Python attributes, such as __eq__
+    # not its Python attributes, such as __eq__
+    return packet if isinstance(packet, torch._ops.OpOverloadPacket) else None
 
 
 def _find_written_arguments(n: fx.Node, arguments: dict[str, Any]) -> Iterator[fx.Node]:

@@ -87,9 +87,9 @@ def _inline_mode_bodies(gm: fx.GraphModule) -> fx.GraphModule:
 
 def _is_mode_body(owner: nn.Module, n: fx.Node) -> bool:
     """Return whether a node calls a graph only to set a mode, and the graph writes to nothing."""
-    if (
-        n.op != "call_function" or get_op_name(n) not in _MODE_BODY_ARGUMENT or n.args[0] is True
-    ):  # it turns gradients on
+    if n.op != "call_function" or get_op_name(n) not in _MODE_BODY_ARGUMENT:
+        return False
+    if n.args[0] is True:  # it turns gradients on
         return False
     at = n.args[_MODE_BODY_ARGUMENT[get_op_name(n)]]
     body = find_attribute(owner, str(at.target)) if isinstance(at, fx.Node) else None

@@ -24,14 +24,8 @@ from ...ir.node_values import get_op_name
 from .graph_analysis import GraphAnalysis
 from .node_queries import get_size_hint, is_hinted
 
-_COMPARING_OPS = {
-    "gt": 1,
-    "ge": 1,
-    "lt": 1,
-    "le": 1,
-    "eq": 2,
-    "ne": 2,
-}  # minimum number of float operands: equality with a number selects nothing
+# minimum number of float operands: equality with a number selects nothing
+_COMPARING_OPS = {"gt": 1, "ge": 1, "lt": 1, "le": 1, "eq": 2, "ne": 2}
 _PRODUCT_OPS = {
     "linear", "mm", "bmm", "matmul", "einsum", "addmm", "baddbmm", "addbmm", "_grouped_mm", "grouped_mm", "__matmul__",
     "mv", "tensordot",

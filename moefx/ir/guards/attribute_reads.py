@@ -19,11 +19,8 @@ from torch import nn
 from .code_closure import LIBRARIES, collect_code, trace_closure
 from .stored_values import MISSING, attributes_of, is_configuration, is_namespace, is_plain, is_same
 
-MODULE_INTERNALS = {
-    *vars(nn.Module()),
-    "_compiled_call_impl",
-    "forward",
-}  # torch's own attributes
+# torch's own attributes
+MODULE_INTERNALS = {*vars(nn.Module()), "_compiled_call_impl", "forward"}
 
 
 class AttributeLocation(NamedTuple):
@@ -140,9 +137,8 @@ def record_reads(block: nn.Module, attributes: Iterable[AttributeLocation]) -> I
     with contextlib.ExitStack() as stack:
         for (cls, name), locations in by_class.items():
             before, inherited = vars(cls).get(name, MISSING), inspect.getattr_static(cls, name, MISSING)
-            if inherited is not MISSING and not is_plain(
-                inherited
-            ):  # a descriptor that the class needs, such as a slot
+            # a descriptor that the class needs, such as a slot
+            if inherited is not MISSING and not is_plain(inherited):
                 attributes_read |= {location for location, _ in locations.values()}
                 continue
             try:

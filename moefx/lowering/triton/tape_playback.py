@@ -194,8 +194,8 @@ def _find_room(occupied: Iterable[tuple[int, int]], size: int) -> int:
 class LaunchBatch:
     """Launches that follow each other.
 
-    Threads mutate `used` and `seen` without a lock, because a capture holds it for milliseconds. Each operation on these
-    sets is atomic. An entry that a race loses costs one more capture or launch; results do not change.
+    Threads mutate `used` and `seen` without a lock, because a capture holds it for milliseconds. Each operation on
+    these sets is atomic. An entry that a race loses costs one more capture or launch; results do not change.
 
     Attributes:
         graphs: CUDA graphs by the addresses in `registers`. Written under the lock `_capturing`.

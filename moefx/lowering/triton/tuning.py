@@ -51,9 +51,8 @@ def choose_config(
         return tiles
     if distance > _NEAR and trial and autotune.can_tune(shape, num_experts):
         with autotune.tuning_lock:
-            tiles, reason, distance = find_nearest_config(
-                kernel, device, dtype, shape
-            )  # another thread may have found it
+            # another thread may have found it
+            tiles, reason, distance = find_nearest_config(kernel, device, dtype, shape)
             if distance > _NEAR:
                 tiles, reason = _tune(kernel, device, dtype, shape, trial, tiles, reason)
     if distance == math.inf:

@@ -19,16 +19,10 @@ RESHAPES = {"flatten", "reshape", "view"}
 RESHAPED_COPIES = {*COPIES, *RESHAPES, "_unsafe_view", "contiguous"}  # the same elements in the same order
 FLAT_MOVES = {*COPIES, *RESHAPES, "squeeze", "unsqueeze"}  # also with axes of 1: one mask stays one mask
 VIEWS = {*FLAT_MOVES, "_unsafe_view", "alias", "expand", "permute", "select", "slice", "transpose"}  # of one tensor
-AXIS_MOVES = VIEWS - {
-    "_unsafe_view",
-    "alias",
-    "flatten",
-    "slice",
-    "transpose",
-}  # ops allowed between two conversions of a dtype
-ELEMENT_MOVES = {*VIEWS, "cat", "flip", "index_select", "repeat", "stack", "t"} - {
-    "flatten"
-}  # also ops on several tensors
+# ops allowed between two conversions of a dtype
+AXIS_MOVES = VIEWS - {"_unsafe_view", "alias", "flatten", "slice", "transpose"}
+# also ops on several tensors
+ELEMENT_MOVES = {*VIEWS, "cat", "flip", "index_select", "repeat", "stack", "t"} - {"flatten"}
 # All elements are one number.
 FILLS = {name for kind in ("ones", "zeros", "full") for name in (kind, f"{kind}_like", f"new_{kind}")}
 # As large as another tensor, with no computed numbers.

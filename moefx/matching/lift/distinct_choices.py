@@ -251,9 +251,8 @@ class _Derivations:
     def _add_variables(self, axis: int | None, values: torch.Tensor) -> Derivation:
         """Add variables with these values by position. If `axis` is given, variables along it share a row."""
         variable = len(self._rows) + torch.arange(values[0].numel()).view(values.shape[1:])
-        rows = (
-            variable if axis is None else variable.narrow(axis, 0, 1).expand(variable.shape)
-        )  # named after its first variable
+        # A row is named after its first variable.
+        rows = variable if axis is None else variable.narrow(axis, 0, 1).expand(variable.shape)
         self._rows = torch.cat([self._rows, rows.flatten()])
         self._sizes = torch.cat([self._sizes, torch.full((variable.numel(),), len(values))])
         return Derivation(variable, values)

@@ -268,9 +268,8 @@ def _confirm_at(
     if 2 * tokens > MAX_CROWD_TOKENS:
         return False
     arguments = proof.arguments
-    candidates = (
-        arguments.choose_sizes(times * tokens, 1) for times in _SEQUENCES
-    )  # not one sequence: S must differ from B*S
+    # not one sequence: S must differ from B*S
+    candidates = (arguments.choose_sizes(times * tokens, 1) for times in _SEQUENCES)
     sizes = next((s for s in candidates if arguments.tokens_per_unit * s[arguments.dims[-1]] >= tokens), None)
     if sizes is None:
         return False

@@ -169,10 +169,10 @@ def _compares_load(capture: Capture, read: HostRead) -> bool:
         )
         return is_unbounded(ranges, read) and not is_never
     compared: Any = node.args[0] if (node := _find_comparison_node(read)) is not None else None
-    if compared is None or not find_token_sizes(capture).isdisjoint(
-        compared.meta["val"].shape
-    ):  # a number for each token, such as its position
+    if compared is None:
         return False
+    if not find_token_sizes(capture).isdisjoint(compared.meta["val"].shape):
+        return False  # a number for each token, such as its position
     if (compared_range := ranges.get(compared)) is None:
         return get_op_name(compared) in ("sum", "count_nonzero") and is_made_of_rows(compared)  # not ids of experts
     return bool((compared_range[1] >= UNBOUNDED // 2).any())

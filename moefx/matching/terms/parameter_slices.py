@@ -126,10 +126,8 @@ def guess_experts(part: ParameterSlice, children: dict[str, Siblings]) -> list[i
         if op == "slice":
             _, _, start, stop, step = rest
             if step == 1 and start % (stop - start) == 0:
-                return [
-                    *candidates,
-                    start // (stop - start),
-                ]  # a block of an expert's own matrix, or of a matrix of all experts
+                # a block of an expert's own matrix, or of a matrix of all experts
+                return [*candidates, start // (stop - start)]
     return candidates
 
 
@@ -143,9 +141,8 @@ def find_siblings(block: nn.Module) -> dict[str, Siblings]:
             if re.search(r"\d", part):
                 families.setdefault(re.sub(r"\d+", "#", part), []).append(part)
         largest = max(families.values(), key=len, default=[])
-        if len(largest) < 2 and isinstance(
-            module, nn.ModuleDict
-        ):  # named experts, perhaps beside a router: parts with equal parameters
+        if len(largest) < 2 and isinstance(module, nn.ModuleDict):
+            # named experts, perhaps beside a router: parts with equal parameters
             kinds: dict[tuple, list[str]] = {}
             for part, child in module.items():
                 kinds.setdefault(tuple((n, t.shape) for n, t in child.named_parameters()), []).append(part)

@@ -16,11 +16,12 @@ from ...ir.ops.token_routing import PftResult
 
 aten = torch.ops.aten
 ops = torch.ops.moefx
+# the argument whose rows an op gathers
 _SOURCES: dict[Any, str] = {
     ops.expert_mlp.default: "x",
     ops.dispatch.default: "x",
     ops.pick_choices.default: "values",
-}  # the argument whose rows an op gathers
+}
 
 
 class RoutedRegion:

@@ -177,9 +177,8 @@ class RoutedSum:
             ids = self.emitter.call(aten.slice.Tensor, (self._emit_per_slot(index), 1, slot, slot + 1))
         if ids.meta["val"].dtype is torch.bool:  # a bool selects one of two experts
             ids = self.emitter.call(aten._to_copy.default, (ids,), {"dtype": torch.int64}, letters=("S", "K"))
-        if self.may_be_outside and (
-            size := self._count_indexed_experts(_KEEPS_ALL)
-        ):  # raises for the same ids as the program
+        # raise for the same ids as the program
+        if self.may_be_outside and (size := self._count_indexed_experts(_KEEPS_ALL)):
             return self.emitter.call(aten.index.Tensor, (self._emit_table(list(range(size))), [ids]))
         if self.may_be_outside and (size := self._count_indexed_experts(_MOVES)):
             from_the_end = self.emitter.call(aten.lt.Scalar, (ids, 0))

@@ -25,11 +25,8 @@ from ...ir.ops.row_packing import pack_rows, split_columns
 from ...ir.ops.uneven_all_to_all import get_group, start_all_to_all, wait_for_collective
 
 _MESSAGE_BYTES = (1 << 14, 1 << 22)  # sent by each rank
-_CPU_ROWS, _GPU_ROWS, _ROW_BYTES = (
-    (1 << 8, 1 << 13),
-    (1 << 10, 1 << 15),
-    1 << 12,
-)  # a GPU needs 264 us for launches alone
+# A GPU needs 264 us for launches alone.
+_CPU_ROWS, _GPU_ROWS, _ROW_BYTES = (1 << 8, 1 << 13), (1 << 10, 1 << 15), 1 << 12
 _REPEATS = 5
 _SLOT_BYTES = (4 + 4) + 4  # of an even exchange: weight and destination, weight's gradient
 DEFAULT_TOKENS = 4096  # per rank, if the plan does not set them

@@ -39,10 +39,8 @@ def test_outputs_and_gradients_equal_the_reference(device, monkeypatch, make, dt
 @pytest.mark.parametrize("tiles, make", sample_product(CONFIGS, LINEAR, order=1))
 def test_every_way_to_launch(device, monkeypatch, make, tiles):
     monkeypatch.setattr(run_module, "choose_config", lambda *_: tiles)
-    d, h = (
-        tiles.bn + 8,
-        tiles.bn + 24,
-    )  # two tiles, the second one partial, of multiples of 8 that are no multiples of 16
+    # two tiles, the second one partial, of multiples of 8 that are no multiples of 16
+    d, h = tiles.bn + 8, tiles.bn + 24
     check(make, device, torch.bfloat16, draw_routing(37, 2, 3), d, h, keep="h", reduce=True)
 
 
