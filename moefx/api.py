@@ -20,7 +20,7 @@ from .compiled_blocks import (
 from .compiler.survey_result import Refusal, Survey
 from .driver.installation import install_programs, preview_programs
 from .driver.plan_check import check_effects, check_layout, check_passes
-from .driver.rank_agreement import prove_model
+from .driver.prove_model import prove_model
 from .errors import InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound
 from .inspection.explain import Explanation, merge_refusals
 from .ir.argument_binding import ExampleInputs

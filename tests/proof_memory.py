@@ -17,7 +17,7 @@ from torch import nn
 
 import moefx
 import moefx.compiler.check_policy
-import moefx.compiler.survey
+import moefx.compiler.equal_modules
 from moefx.capture.search.block_search import BlockCandidates, SurveyedCall
 from moefx.capture.search.module_structure import compute_signature
 from moefx.compiler.block_compiler import BlockRewrite
@@ -37,7 +37,7 @@ class _Proof:
     result: BlockRewrite
 
 
-_rewrite_as_called = moefx.compiler.survey._rewrite_as_called
+_rewrite_as_called = moefx.compiler.equal_modules._rewrite_as_called
 _PROOFS: dict[tuple | None, list[_Proof]] = defaultdict(list)
 _CHECKS: list[tuple[weakref.ref[BlockRewrite], NumericCheck]] = []
 
@@ -45,7 +45,7 @@ _CHECKS: list[tuple[weakref.ref[BlockRewrite], NumericCheck]] = []
 def rewrite_once(
     module: nn.Module, call: SurveyedCall, candidates: BlockCandidates, plan: moefx.Plan, read: set[AttributeLocation]
 ) -> BlockRewrite:
-    """Replace `survey._rewrite_as_called`.
+    """Replace `equal_modules._rewrite_as_called`.
 
     Two blocks are equal if `survey_model` would give two modules of a model the same program, and the methods and
     globals of their classes and the types of all arguments are equal.
@@ -83,7 +83,7 @@ def check_once(block: nn.Module, result: BlockRewrite, name: str, seconds: float
 
 def share_proofs() -> mock._patch:
     """Return a context in which `compile` and `explain` prove equal blocks once in the process."""
-    return mock.patch.multiple(moefx.compiler.survey, _rewrite_as_called=rewrite_once)
+    return mock.patch.multiple(moefx.compiler.equal_modules, _rewrite_as_called=rewrite_once)
 
 
 def share_checks() -> mock._patch:

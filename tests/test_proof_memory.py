@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import moefx
-import moefx.compiler.survey
+import moefx.compiler.equal_modules
 
 from . import proof_memory
 from .blocks import D, Gated, Loop, Mlp

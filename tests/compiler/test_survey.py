@@ -126,7 +126,8 @@ def test_a_plain_model_has_nothing():
 
 def test_progress_names_modules(monkeypatch):
     announced = []
-    monkeypatch.setattr("moefx.compiler.survey.announce", announced.append)
+    for module in ("survey", "equal_modules"):
+        monkeypatch.setattr(f"moefx.compiler.{module}.announce", announced.append)
     survey_model(Model(Layer()), (torch.zeros(5, D),), Plan())
     assert announced == ["running Model on abstract tensors", "proving layers.0"]
 

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 import moefx.compiler.check_policy
-import moefx.compiler.survey
+import moefx.compiler.equal_modules
 
 _ROOT = Path(__file__).parents[2]
 _TIMEOUT = datetime.timedelta(seconds=150)
@@ -191,7 +191,8 @@ def _serve(requests: Connection, output: Path, environment: dict[str, str]) -> N
     faulthandler.enable(2)  # a crash shows its stacks in the error of the test
     from ..proof_memory import check_once, rewrite_once
 
-    moefx.compiler.survey._rewrite_as_called, moefx.compiler.check_policy.check_numerically = rewrite_once, check_once
+    moefx.compiler.equal_modules._rewrite_as_called = rewrite_once
+    moefx.compiler.check_policy.check_numerically = check_once
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = _create_store(output.parent, rank, size)

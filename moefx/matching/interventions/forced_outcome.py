@@ -16,7 +16,7 @@ from ...capture.tracing.host_reads import Interventions
 from ...errors import MoefxError, Refused
 
 if TYPE_CHECKING:
-    from ..probes.proof_view import ProofView
+    from ..proof.proof_view import ProofView
 
 DECIDE_OUTSIDE = (
     "test an attribute that is set outside of forward, such as `if self.is_warming_up`, and compile the model in its "

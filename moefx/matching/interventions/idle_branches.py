@@ -31,7 +31,7 @@ from ..facts.op_classes import FLAT_MOVES, MASK_REDUCTIONS, NEGATIONS
 
 if TYPE_CHECKING:
     from ..lift.canonical_form import CanonicalForm
-    from ..probes.proof_view import ProofView
+    from ..proof.proof_view import ProofView
 
 _MAX_CAPTURES = 8
 _STEPS = FLAT_MOVES | NEGATIONS | MASK_REDUCTIONS | COMPARE.keys()

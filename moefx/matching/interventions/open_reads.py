@@ -24,7 +24,7 @@ from ..facts.graph_nodes import depends_on_routing
 from ..facts.integer_ranges import UNBOUNDED, IntegerRanges
 
 if TYPE_CHECKING:
-    from ..probes.proof_view import ProofView
+    from ..proof.proof_view import ProofView
 
 
 class OpenRead(NamedTuple):

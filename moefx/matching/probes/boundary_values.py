@@ -33,7 +33,7 @@ from ..facts.integer_ranges import NARROW
 from .integer_inputs import BUFFER_SEEDS, Observation, are_equal, find_operands, observe_integers
 
 if TYPE_CHECKING:
-    from .proof_view import ProofView
+    from ..proof.proof_view import ProofView
 
 _NOT_A_FLAG = 2  # put into integer masks of 0 and 1, which may be counts
 _MAX_NUMBER = 1 << 30

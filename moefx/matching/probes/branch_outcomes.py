@@ -44,7 +44,7 @@ from ..interventions.forced_outcome import (
 from ..interventions.open_reads import OpenRead, find_open_reads, is_about_rows, is_unbounded
 
 if TYPE_CHECKING:
-    from .proof_view import ProofView
+    from ..proof.proof_view import ProofView
 
 _MAX_NAMED = 1e9
 _MAX_NUMBERS = 80

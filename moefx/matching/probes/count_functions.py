@@ -39,7 +39,7 @@ from ..interventions.forced_outcome import ForcedStep, OutcomeKind, force_outcom
 from ..interventions.idle_branches import is_chosen_test
 
 if TYPE_CHECKING:
-    from .proof_view import ProofView
+    from ..proof.proof_view import ProofView
 
 _LOOKUPS = LOOKUPS | SEARCHES
 

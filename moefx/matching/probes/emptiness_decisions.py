@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from ...capture.emptiness.idle_tests import check_emptiness_tests
 
 if TYPE_CHECKING:
-    from .proof_view import ProofView
+    from ..proof.proof_view import ProofView
 
 
 def refuse_emptiness_decisions(proof: ProofView) -> None:

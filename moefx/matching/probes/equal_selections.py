@@ -45,7 +45,7 @@ from ..lift.distinct_choices import view_as_slots
 from .float_decisions import DecisionSite, choose_captures, locate_decision
 
 if TYPE_CHECKING:
-    from .proof_view import ProofView
+    from ..proof.proof_view import ProofView
 
 _SECOND_SELECTION = "a second selection that equalled the first one in all captures"
 _EQUAL_NUMBER = "a number that equalled the expert index in all captures"

@@ -26,7 +26,7 @@ from ...errors import MoefxError
 from ..lift.canonical_form import CanonicalForm
 
 if TYPE_CHECKING:
-    from .proof_view import ProofView
+    from ..proof.proof_view import ProofView
 
 _COUNTS = (0, 1, 2)
 _CONTROLS = (3, 2)  # tokens of a control capture; if neither count can be captured, give up

@@ -29,7 +29,7 @@ from ..terms.parameter_slices import ParameterSlice, Siblings, get_tensor, guess
 from .boundary_values import can_run, evaluate_path, find_integer_ancestors, find_path
 
 if TYPE_CHECKING:
-    from .proof_view import ProofView
+    from ..proof.proof_view import ProofView
 
 _MAX_EXTRA = 8
 _MIN_CHANCE = 1e-3

@@ -27,7 +27,7 @@ from ..interventions.forced_outcome import ForcedStep, OutcomeKind, force_outcom
 from ..lift.canonical_form import CanonicalForm
 
 if TYPE_CHECKING:
-    from .proof_view import ProofView
+    from ..proof.proof_view import ProofView
 
 _COMPARISON = "a comparison with the same outcome in all captures"
 _TOGETHER = "one of several comparisons with the same outcome in all captures"

@@ -31,7 +31,7 @@ from .boundary_values import evaluate_path, find_integer_ancestors, find_path
 from .integer_inputs import find_doubtful_nodes
 
 if TYPE_CHECKING:
-    from .proof_view import ProofView
+    from ..proof.proof_view import ProofView
 
 _MAX_CAPTURES = 4
 _MAX_NUMBERS = 64

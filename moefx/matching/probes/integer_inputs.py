@@ -43,7 +43,7 @@ from ..facts.op_classes import CLAMPS, COPIES, FILLS, INTEGER_FUNCTIONS, LOOKUPS
 from ..lift.canonical_form import CanonicalForm
 
 if TYPE_CHECKING:
-    from .proof_view import ProofView
+    from ..proof.proof_view import ProofView
 
 BUFFER_SEEDS = (2, 3, 4)  # seeds of captures in which buffers have other values
 _FIRST_BOUNDARY_SEED = 50  # first seed of captures that use the numbers of `boundary_values`

@@ -33,7 +33,7 @@ from ..lift.canonical_form import max_capture_tokens
 from .unreached_limits import MAX_CROWD_TOKENS
 
 if TYPE_CHECKING:
-    from .proof_view import ProofView
+    from ..proof.proof_view import ProofView
 
 _LEAK_SIZES = (131, 261, 517, 1029, 2053)  # no powers of two, which programs often treat separately
 _MARGIN = 0.85  # for tokens outside the crowd

@@ -37,7 +37,7 @@ from ..lift.lifter import NothingRouted
 from .unreached_limits import MAX_CROWD_TOKENS, choose_even_sizes
 
 if TYPE_CHECKING:
-    from .proof_view import ProofView
+    from ..proof.proof_view import ProofView
 
 _MAX_TOKENS = 130  # limit of captures with uneven loads
 _MAX_SIDES = 4

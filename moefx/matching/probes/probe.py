@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .proof_view import ProofView
+    from ..proof.proof_view import ProofView
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from ...errors import Refused
 
 if TYPE_CHECKING:
     from ...capture.environment.code_locations import Source
-    from .proof_view import ProofView
+    from ..proof.proof_view import ProofView
 
 
 def refuse_python_integers(proof: ProofView) -> None:

@@ -32,7 +32,7 @@ from ..lift.repeated_choices import RepeatedChoiceRefused
 from ..lift.same_form import require_same_form
 
 if TYPE_CHECKING:
-    from .proof_view import ProofView
+    from ..proof.proof_view import ProofView
 
 _MOVES = MOVES - {"cat", "constant_pad_nd", "stack"} | {"_to_copy"}  # ops on one tensor that create no new elements
 _MAX_PAIRED_SLOTS = 8  # up to this many slots, try every pair of them

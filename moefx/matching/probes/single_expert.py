@@ -15,7 +15,7 @@ from ..lift.lifter import ONE_EXPERT
 
 if TYPE_CHECKING:
     from ..lift.canonical_form import CanonicalForm
-    from .proof_view import ProofView
+    from ..proof.proof_view import ProofView
 
 
 def refuse_single_expert(proof: ProofView) -> None:

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...errors import Refused
 
 if TYPE_CHECKING:
-    from .proof_view import ProofView
+    from ..proof.proof_view import ProofView
 
 
 def vary_state_between_calls(proof: ProofView) -> None:

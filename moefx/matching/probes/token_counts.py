@@ -23,7 +23,7 @@ from ..lift.canonical_form import CanonicalForm
 from ..lift.lifter import NothingRouted
 
 if TYPE_CHECKING:
-    from .proof_view import ProofView
+    from ..proof.proof_view import ProofView
 
 _MAX_EXPERTS = 64  # of blocks that are captured with many tokens, which takes long
 _MAX_TRIALS = 6

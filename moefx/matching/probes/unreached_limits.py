@@ -29,7 +29,7 @@ from ..lift.canonical_form import CanonicalForm
 from ..lift.lift_refusals import NothingRouted
 
 if TYPE_CHECKING:
-    from .proof_view import ProofView
+    from ..proof.proof_view import ProofView
 
 _MAX_CROWDS = 4  # captures that go beyond limits
 _CROWD_SHARE = 0.85  # of the tokens choose one expert under "overloaded" and "contested": 0.9 on average

@@ -1,7 +1,7 @@
 """The state of a proof: makes captures, and holds the evidence and the guards. `EvidenceAligner` lifts the captures.
 
 `prove` reads a `ProofState` through its properties, and changes it through its methods only. Probes see less of it: see
-`probes.proof_view`.
+`proof_view`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import pytest
 
 from moefx.matching.probes import probe_list
 from moefx.matching.probes.probe_list import PROBES
-from moefx.matching.probes.proof_view import EvidenceView, ProofView
+from moefx.matching.proof.proof_view import EvidenceView, ProofView
 
 from ..small_proofs import new_proof
 

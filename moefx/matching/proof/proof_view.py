@@ -28,8 +28,8 @@ from ...capture.tracing.capture_result import Capture
 from ...capture.tracing.concrete_routing import Routing
 from ...capture.tracing.host_reads import Interventions
 from ..lift.canonical_form import CanonicalForm
-from ..proof.size_choice import SizeChoice
 from ..terms.parameter_slices import Siblings
+from .size_choice import SizeChoice
 
 
 class EvidenceView(Protocol):
