@@ -56,7 +56,7 @@ def providers() -> dict[str, str]:
 def run_tiny_block(device: str, dtype: torch.dtype) -> list[tuple[str, str]]:
     """Run two experts on four tokens. Returns the (op, provider) pairs."""
     from .ir import op_providers
-    from .ir.expert_body import ExpertBody, Gemm
+    from .ir.expressions.expert_body import ExpertBody, Gemm
     from .ir.ops.dialect import build_pft, combine, expert_mlp
 
     gemm = Gemm(num=1, transposed=True)

@@ -16,7 +16,7 @@ from .errors import MoefxError
 from .inspection.explain import BlockReport
 from .inspection.history import History
 from .ir.argument_binding import Specialization
-from .ir.block_graph import BlockGraph
+from .ir.graphs.block_graph import BlockGraph
 from .runtime.block_forward import BlockForward, find_rewritten_blocks
 from .runtime.graph_backend import find_backend
 from .util.model_wrappers import unwrap_model

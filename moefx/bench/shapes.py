@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ir.expert_body import ExpertBody, Gemm
+from ..ir.expressions.expert_body import ExpertBody, Gemm
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
-from ..ir.block_graph import BlockGraph
+from ..ir.graphs.block_graph import BlockGraph
 from ..ir.node_values import TensorSpec
 from .tracing.capture_result import Capture
 from .tracing.node_origins import collect_ancestors

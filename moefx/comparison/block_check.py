@@ -5,7 +5,8 @@ allows, with every explicit cast promoted, and under the rule with slack: a wron
 must not reject a correct rewrite. A run in the block's own precision detects wrong casts, such as a missing upcast.
 
 All these runs are under dispatch modes, which see one op at a time. Eager calls of the compiled model run joined ops
-(`ir/joined_ops.py`), which modes switch off. So one more comparison, of the program with its joined form, has no mode.
+(`ir/graphs/joined_ops.py`), which modes switch off. So one more comparison, of the program with its joined form, has no
+mode.
 """
 
 from __future__ import annotations

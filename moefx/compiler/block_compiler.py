@@ -32,7 +32,7 @@ from ..errors import Cause, Refused
 from ..inspection.history import History
 from ..inspection.proof_trace import AttemptRun
 from ..ir.argument_binding import Binding, Path, flatten_arguments, format_path, make_signature_binder, placeholder_name
-from ..ir.block_graph import BlockGraph
+from ..ir.graphs.block_graph import BlockGraph
 from ..ir.guards.attribute_reads import AttributeLocation
 from ..ir.passed_objects import PassedObject, is_passed, set_name
 from ..matching.results.match_result import Match

@@ -7,8 +7,8 @@ from torch import nn
 
 from ..inspection.explain import BlockReport
 from ..inspection.proof_trace import ProofTrace
-from ..ir.block_graph import BlockGraph
-from ..ir.expert_body import ExpertBody, find_up_widths
+from ..ir.expressions.expert_body import ExpertBody, find_up_widths
+from ..ir.graphs.block_graph import BlockGraph
 from ..ir.node_values import get_argument
 from ..runtime.program import Program
 from .survey_result import MatchedBlock

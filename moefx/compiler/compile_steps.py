@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from .._plan import Plan
-from ..ir.block_graph import BlockGraph
+from ..ir.graphs.block_graph import BlockGraph
 from ..passes.capacity_limit import limit_capacity
 from ..passes.checkpoint import set_checkpoint_policy
 from ..passes.collectives import insert_collectives
@@ -77,7 +77,7 @@ class CompileStep:
     Attributes:
         name: of a pass: its name in histories, printed graphs and `Plan.disable`.
         code: the file that performs the step.
-        level: the level of the graph that the step makes (`ir.graph_levels`); "" if it makes none.
+        level: the level of the graph that the step makes (`ir.graphs.graph_levels`); "" if it makes none.
         run: the pass; None for a step that is no pass.
         when: the condition under which the step runs.
         bind: makes further arguments of the pass.

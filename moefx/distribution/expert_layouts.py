@@ -14,7 +14,7 @@ from .._plan import Plan
 from ..compiler.block_compiler import BlockRewrite
 from ..compiler.survey_result import MatchedBlock, Refusal, Survey
 from ..errors import InvalidInput, InvalidPlan, MoefxError, Refused
-from ..ir.expert_body import find_up_widths
+from ..ir.expressions.expert_body import find_up_widths
 from ..passes.exchange.routed_region import RoutedRegion
 from ..runtime.block_forward import find_rewritten_blocks
 from ..runtime.ranks.expert_layout import ExpertLayout

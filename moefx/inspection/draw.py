@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from ..ir.block_graph import BlockGraph
+from ..ir.graphs.block_graph import BlockGraph
 from .outline import Box, Outline, build_outline
 
 _TITLE_WIDTH, _DETAIL_WIDTH = 7.6, 6.4  # of a character

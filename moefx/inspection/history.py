@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import NoSuchPass
-from ..ir.block_graph import BlockGraph
-from ..ir.graph_printer import format_lines, print_lines
+from ..ir.graphs.block_graph import BlockGraph
+from ..ir.graphs.graph_printer import format_lines, print_lines
 from . import history_page, repro_script
 from .line_diff import diff_lines
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from html import escape
 from typing import TYPE_CHECKING
 
-from ..ir.block_graph import BlockGraph
-from ..ir.graph_codegen import is_getitem
-from ..ir.graph_printer import format_lines, print_lines
+from ..ir.graphs.block_graph import BlockGraph
+from ..ir.graphs.graph_codegen import is_getitem
+from ..ir.graphs.graph_printer import format_lines, print_lines
 from ..util import html_page
 from ..util.unit_text import format_bytes
 from . import draw

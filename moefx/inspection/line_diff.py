@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 
-from ..ir.graph_printer import Line
+from ..ir.graphs.graph_printer import Line
 
 
 def diff_lines(before: list[Line], after: list[Line]) -> list[tuple[str, Line]]:

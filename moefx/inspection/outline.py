@@ -14,11 +14,11 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from torch.fx import Node
 
-from ..ir.block_graph import BlockGraph
-from ..ir.display_names import format_attribute_path, format_body, format_ranges, get_attribute_name
-from ..ir.graph_codegen import is_getitem
-from ..ir.graph_levels import is_dead
-from ..ir.graph_printer import print_lines
+from ..ir.graphs.block_graph import BlockGraph
+from ..ir.graphs.display_names import format_attribute_path, format_body, format_ranges, get_attribute_name
+from ..ir.graphs.graph_codegen import is_getitem
+from ..ir.graphs.graph_levels import is_dead
+from ..ir.graphs.graph_printer import print_lines
 from ..ir.node_values import BUILD_PFT, format_target, format_value
 
 MIN_REPEATS = 4  # fewer equal steps are drawn one by one

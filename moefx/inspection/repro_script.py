@@ -9,7 +9,7 @@ from torch import nn
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from ..ir.graph_codegen import is_getitem
+from ..ir.graphs.graph_codegen import is_getitem
 
 if TYPE_CHECKING:
     from .history import History

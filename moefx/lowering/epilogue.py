@@ -21,8 +21,8 @@ from torch._decomp import decomposition_table
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..ir.pointwise_derivative import run_in_fresh_thread
-from ..ir.pointwise_expression import Expr, compile_expression, list_variables, to_canonical_text
+from ..ir.expressions.pointwise_derivative import run_in_fresh_thread
+from ..ir.expressions.pointwise_expression import Expr, compile_expression, list_variables, to_canonical_text
 from .formula import to_number
 from .rules import RULES, Underivable, as_number
 
@@ -119,7 +119,7 @@ class _FormulaTracer(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # as in `ir.pointwise_derivative`
+        return False  # as in `ir.expressions.pointwise_derivative`
 
     def input(self, value: Any) -> torch.Tensor:
         # Always float32, so that no type promotion occurs.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from sympy import S
 
-from ..ir.pointwise_expression import is_precision_cast
+from ..ir.expressions.pointwise_expression import is_precision_cast
 from .formula import (
     Absolute,
     Add,

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from ..errors import InvalidPlan
-from ..ir.block_graph import BlockGraph
+from ..ir.graphs.block_graph import BlockGraph
 from ..ir.node_values import get_argument
 from .pass_manager import graph_pass
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..ir.block_graph import BlockGraph
+from ..ir.graphs.block_graph import BlockGraph
 from .pass_manager import graph_pass
 
 

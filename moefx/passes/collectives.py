@@ -31,10 +31,10 @@ import torch
 from torch import fx
 
 from ..errors import Refused
-from ..ir.block_graph import BlockGraph
-from ..ir.display_names import get_attribute_name
 from ..ir.expert_placement import ExchangeRoutes, Placement
-from ..ir.graph_levels import eliminate_dead_code
+from ..ir.graphs.block_graph import BlockGraph
+from ..ir.graphs.display_names import get_attribute_name
+from ..ir.graphs.graph_levels import eliminate_dead_code
 from ..ir.node_values import get_argument
 from .exchange.exchange_emission import UnevenExchange, add_label
 from .exchange.gathered_experts import GatheredTokens

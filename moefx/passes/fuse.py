@@ -15,9 +15,9 @@ import torch
 from torch import fx
 
 from ..capture.tracing.node_origins import collect_ancestors
-from ..ir.block_graph import BlockGraph
-from ..ir.expert_body import ExpertBody, Gemm
-from ..ir.expression_check import is_pointwise
+from ..ir.expressions.expert_body import ExpertBody, Gemm
+from ..ir.expressions.expression_check import is_pointwise
+from ..ir.graphs.block_graph import BlockGraph
 from ..ir.node_values import get_argument, get_op_name, read_item
 from ..ir.ops.token_routing import PftResult
 from .pass_manager import graph_pass

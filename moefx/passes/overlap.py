@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ir.block_graph import BlockGraph
-from ..ir.graph_levels import has_effect
+from ..ir.graphs.block_graph import BlockGraph
+from ..ir.graphs.graph_levels import has_effect
 from ..ir.node_values import get_argument, read_item, set_argument
 from .pass_manager import graph_pass
 

@@ -30,9 +30,9 @@ from torch.fx.node import map_arg
 from .._plan import Plan
 from ..errors import MoefxError
 from ..inspection.history import History, Snapshot
-from ..ir.block_graph import BlockGraph
-from ..ir.graph_codegen import is_getitem
-from ..ir.graph_levels import LEVELS, find_violations
+from ..ir.graphs.block_graph import BlockGraph
+from ..ir.graphs.graph_codegen import is_getitem
+from ..ir.graphs.graph_levels import LEVELS, find_violations
 from ..ir.node_meta import BlockMeta
 from ..ir.node_values import TensorSpec
 

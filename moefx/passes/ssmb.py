@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ir.block_graph import BlockGraph
 from ..ir.expert_placement import SharedTokens
-from ..ir.graph_levels import eliminate_dead_code
+from ..ir.graphs.block_graph import BlockGraph
+from ..ir.graphs.graph_levels import eliminate_dead_code
 from ..ir.node_values import get_argument, set_argument
 from .exchange.routed_region import RoutedRegion
 from .pass_manager import graph_pass

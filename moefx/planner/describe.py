@@ -16,7 +16,7 @@ from .._plan import Plan
 from ..compiler.model_proof import survey_and_check
 from ..compiler.survey_result import Survey
 from ..errors import UnknownArchitecture
-from ..ir.expert_body import ExpertBody, find_up_widths
+from ..ir.expressions.expert_body import ExpertBody, find_up_widths
 from ..ir.node_values import get_argument
 from ..util.model_wrappers import unwrap_model
 from .architecture import NO_ATTENTION, Architecture, Attention

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import AbsorbedModuleChanged
-from ..ir.block_graph import BlockGraph
+from ..ir.graphs.block_graph import BlockGraph
 from ..ir.guards.attribute_reads import AttributeLocation, find_holders, find_owner, read_value
 from ..ir.guards.stored_values import MISSING, StoredForward, is_comparable, is_same
 

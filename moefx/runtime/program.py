@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..inspection.history import History
-from ..ir import graph_codegen
 from ..ir.argument_binding import Guard, Leaves, Path, Specialization
-from ..ir.block_graph import BlockGraph
+from ..ir.graphs import graph_codegen
+from ..ir.graphs.block_graph import BlockGraph
 from ..ir.guards.attribute_reads import AttributeLocation
 from ..ir.guards.stored_values import list_comparisons
 

@@ -12,7 +12,7 @@ from ..comparison.compare import Subject, compare
 from ..comparison.sandbox import Call, Casts, Inputs, RunOptions, call_forward
 from ..inspection.history import Snapshot
 from ..ir.argument_binding import flatten_arguments, make_binder, make_signature_binder, specialize_call
-from ..ir.block_graph import BlockGraph
+from ..ir.graphs.block_graph import BlockGraph
 from ..runtime.block_forward import BlockForward
 from ..runtime.program import Program
 

@@ -8,7 +8,7 @@ import pytest
 
 import moefx
 from moefx.compiler.compile_steps import COMPILE_STEPS, CompileStep, list_optional_passes
-from moefx.ir.graph_levels import LEVELS
+from moefx.ir.graphs.graph_levels import LEVELS
 from moefx.passes.pass_manager import find_pass_location, get_pass_name
 
 ROOT = Path(moefx.__file__).parent

@@ -9,8 +9,8 @@ import moefx
 from moefx.comparison.block_check import BlockCheck
 from moefx.compiler import numeric_check
 from moefx.compiler.numeric_check import Outcome, check_numerically
-from moefx.ir import joined_ops, op_joining
-from moefx.ir.joined_ops import JoinedOps
+from moefx.ir.graphs import joined_ops, op_joining
+from moefx.ir.graphs.joined_ops import JoinedOps
 
 from .. import blocks
 from ..ir.joined_block import Block, D, T

@@ -5,7 +5,7 @@ import operator
 import torch
 from torch.fx import Graph
 
-from moefx.ir.block_graph import BlockGraph
+from moefx.ir.graphs.block_graph import BlockGraph
 
 aten = torch.ops.aten
 

@@ -8,7 +8,7 @@ from torch.fx import Graph
 
 from moefx.inspection.draw import _arrange, draw_svg
 from moefx.inspection.outline import Box, Outline, build_outline
-from moefx.ir.block_graph import BlockGraph
+from moefx.ir.graphs.block_graph import BlockGraph
 
 from ..ir.graphs import build_block_graph
 from ..pace import limit_time

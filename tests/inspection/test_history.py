@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_structure
 import moefx
 from moefx.compiler import block_compiler
 from moefx.inspection.history import History, Snapshot
-from moefx.ir.block_graph import BlockGraph
+from moefx.ir.graphs.block_graph import BlockGraph
 from moefx.ir.node_values import TensorSpec
 
 from .. import golden

@@ -10,8 +10,8 @@ from torch.fx import Graph
 
 import moefx.ir.ops.dialect  # noqa: F401  registers the ops
 from moefx.ir.argument_binding import Binding
-from moefx.ir.block_graph import BlockGraph
-from moefx.ir.expert_body import ExpertBody, Gemm
+from moefx.ir.expressions.expert_body import ExpertBody, Gemm
+from moefx.ir.graphs.block_graph import BlockGraph
 from moefx.ir.node_values import TensorSpec
 
 aten, ops = torch.ops.aten, torch.ops.moefx

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moefx.ir.expert_body import ExpertBody, Gemm
+from moefx.ir.expressions.expert_body import ExpertBody, Gemm
 from moefx.ir.ops import dialect
 
 

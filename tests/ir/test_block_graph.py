@@ -15,7 +15,7 @@ from torch.fx import Graph
 from torch.utils import _pytree as pytree
 
 from moefx.ir.argument_binding import Guard
-from moefx.ir.block_graph import BlockGraph
+from moefx.ir.graphs.block_graph import BlockGraph
 from moefx.ir.node_values import TensorSpec, format_dtype, format_value
 
 from .graphs import Block, D, build_block_graph

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moefx.ir.expert_body import ExpertBody, Gemm
+from moefx.ir.expressions.expert_body import ExpertBody, Gemm
 
 BODY = ExpertBody(
     up=(Gemm(4, True), Gemm(1, False, bias=True)),

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moefx.errors import DoubleBackward, InvalidInput
 from moefx.ir import op_providers
-from moefx.ir.expert_body import ExpertBody, Gemm
+from moefx.ir.expressions.expert_body import ExpertBody, Gemm
 from moefx.ir.ops import dialect
 from moefx.lowering.torch import segments
 

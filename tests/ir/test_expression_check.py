@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moefx.errors import InvalidInput
-from moefx.ir.expert_body import ExpertBody, Gemm
-from moefx.ir.expression_check import MAX_PARTS, check_expression
+from moefx.ir.expressions.expert_body import ExpertBody, Gemm
+from moefx.ir.expressions.expression_check import MAX_PARTS, check_expression
+from moefx.ir.expressions.pointwise_expression import compile_expression, to_canonical_text
 from moefx.ir.ops import dialect
-from moefx.ir.pointwise_expression import compile_expression, to_canonical_text
 
 BODY = ExpertBody((Gemm(1, False), Gemm(1, False)), ((0, None, None, 1), (1, None, None, 1)), "a0", Gemm(1, False))
 CALLED: list[str] = []

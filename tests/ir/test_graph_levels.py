@@ -5,8 +5,8 @@ import operator
 import torch
 from torch.fx import Graph
 
-from moefx.ir.block_graph import BlockGraph
-from moefx.ir.graph_levels import LEVELS, eliminate_dead_code, find_violations, has_effect
+from moefx.ir.graphs.block_graph import BlockGraph
+from moefx.ir.graphs.graph_levels import LEVELS, eliminate_dead_code, find_violations, has_effect
 
 from .graphs import build_block_graph
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.fx import Graph
 
-from moefx.ir.block_graph import BlockGraph
-from moefx.ir.display_names import format_body
-from moefx.ir.expert_body import ExpertBody, Gemm
+from moefx.ir.expressions.expert_body import ExpertBody, Gemm
+from moefx.ir.graphs.block_graph import BlockGraph
+from moefx.ir.graphs.display_names import format_body
 
 from .. import golden
 from .graphs import D, E, build_block_graph, make_meta, ops

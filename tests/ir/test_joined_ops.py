@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import moefx
 from moefx.errors import DoubleBackward
 from moefx.ir import op_providers
-from moefx.ir.block_graph import BlockGraph
-from moefx.ir.joined_ops import JoinedOps
+from moefx.ir.graphs.block_graph import BlockGraph
+from moefx.ir.graphs.joined_ops import JoinedOps
 from moefx.ir.op_providers import registry
 from moefx.runtime.block_forward import find_rewritten_blocks
 

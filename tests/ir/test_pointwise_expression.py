@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moefx.ir import pointwise_derivative
-from moefx.ir.pointwise_derivative import vjp
-from moefx.ir.pointwise_expression import (
+from moefx.ir.expressions import pointwise_derivative
+from moefx.ir.expressions.pointwise_derivative import vjp
+from moefx.ir.expressions.pointwise_expression import (
     compile_expression,
     evaluate,
     format_expression,

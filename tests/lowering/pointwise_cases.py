@@ -7,7 +7,7 @@ import random
 import torch
 from torch import Tensor
 
-from moefx.ir.pointwise_expression import evaluate
+from moefx.ir.expressions.pointwise_expression import evaluate
 
 SILU, TANH_GELU = ("silu", "a0"), ("gelu", "a0", {"approximate": "tanh"})
 GATE, UP = ("clamp", "a0", None, 7.0), ("clamp", "a1", -7.0, 7.0)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import moefx
-from moefx.ir.pointwise_expression import evaluate, format_expression
+from moefx.ir.expressions.pointwise_expression import evaluate, format_expression
 from moefx.lowering import epilogue
 from moefx.lowering.epilogue import derive_formula, derive_gradients
 from moefx.lowering.formula import list_symbols, write_function

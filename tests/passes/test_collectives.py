@@ -12,8 +12,8 @@ from torch import fx
 
 import moefx
 from moefx.errors import Refused
-from moefx.ir.block_graph import BlockGraph
 from moefx.ir.expert_placement import ExchangeRoutes, Placement, SharedTokens, TopologyLevel
+from moefx.ir.graphs.block_graph import BlockGraph
 from moefx.passes.collectives import insert_collectives
 from moefx.passes.ssmb import shard_sequence
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from moefx import Plan
-from moefx.ir.expert_body import ExpertBody
+from moefx.ir.expressions.expert_body import ExpertBody
 from moefx.passes.fuse import fuse
 
 from ..blocks import D, E, Gated, H, Loop, Mlp, Stacked, WithBias, rewritten

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from moefx.ir.argument_binding import Binding
-from moefx.ir.block_graph import BlockGraph
+from moefx.ir.graphs.block_graph import BlockGraph
 from moefx.ir.ops import dialect
 from moefx.passes.overlap import overlap_exchanges
 

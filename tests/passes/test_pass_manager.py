@@ -13,7 +13,7 @@ import moefx
 from moefx import Plan
 from moefx.compiler import block_compiler, compile_steps
 from moefx.compiler.compile_steps import COMPILE_STEPS, CompileStep
-from moefx.ir.block_graph import BlockGraph
+from moefx.ir.graphs.block_graph import BlockGraph
 from moefx.passes.pass_manager import PassError, PassManager, find_pass_location, get_pass_name, graph_pass
 
 from ..blocks import Loop, Mlp
@@ -82,9 +82,9 @@ def test_later_passes_continue_the_numbering():
 
 
 def test_rules_of_the_package_are_relative_to_it():
-    from moefx.ir.graph_levels import eliminate_dead_code
+    from moefx.ir.graphs.graph_levels import eliminate_dead_code
 
-    assert re.fullmatch(r"ir/graph_levels\.py:\d+", find_pass_location(eliminate_dead_code))
+    assert re.fullmatch(r"ir/graphs/graph_levels\.py:\d+", find_pass_location(eliminate_dead_code))
     assert find_pass_location(functools.partial(eliminate_dead_code)) == find_pass_location(eliminate_dead_code)
     assert find_pass_location(len) == ""
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from moefx.inspection.history import History, Snapshot
 from moefx.ir.argument_binding import Guard, Specialization, flatten_arguments, make_binder, specialize_call
-from moefx.ir.block_graph import BlockGraph
+from moefx.ir.graphs.block_graph import BlockGraph
 from moefx.runtime.block_forward import BlockForward, install_forward
 from moefx.runtime.change_detection import find_absorbed_names
 from moefx.runtime.program import Program

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from moefx.inspection.history import History, Snapshot
 from moefx.ir.argument_binding import flatten_arguments, make_binder, specialize_call
-from moefx.ir.block_graph import BlockGraph
+from moefx.ir.graphs.block_graph import BlockGraph
 from moefx.ir.ops.op_definition import registry
 from moefx.runtime.block_forward import install_forward
 from moefx.runtime.change_detection import find_absorbed_names

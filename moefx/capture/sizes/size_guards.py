@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ...errors import Refused
-from ...ir.graph_codegen import FUNCTIONS
+from ...ir.graphs.graph_codegen import FUNCTIONS
 from ..environment.code_locations import find_user_source
 
 MAX_COMPARISONS = 256  # different comparisons of sizes in one capture

@@ -16,7 +16,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...errors import Refused
-from ...ir.graph_codegen import FUNCTIONS
+from ...ir.graphs.graph_codegen import FUNCTIONS
 from ..environment.code_locations import find_user_source
 from .size_guards import COMPARE, SizeLog
 

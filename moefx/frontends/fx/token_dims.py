@@ -16,7 +16,7 @@ from torch.utils._sympy.printers import PythonPrinter
 from ...capture.arguments.block_arguments import NAMES
 from ...capture.sizes.symbolic_sizes import SYMBOLIC_FUNCTIONS
 from ...errors import Cause, Refused
-from ...ir.graph_codegen import INFIX
+from ...ir.graphs.graph_codegen import INFIX
 from ...ir.node_values import get_op_name
 from .float_inputs import can_be_constant
 from .graph_analysis import GraphAnalysis

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import pointwise_derivative
 from ..activation_stash import TICKET_SIZE, make_missed_ticket
-from ..expert_body import ExpertBody, Gemm
-from ..pointwise_expression import evaluate, is_linear
+from ..expressions import pointwise_derivative
+from ..expressions.expert_body import ExpertBody, Gemm
+from ..expressions.pointwise_expression import evaluate, is_linear
 from . import expert_gemms, token_routing
 from .mlp_arguments import ExpertMlpCall
 from .op_definition import is_last_use, op, unpack_saved

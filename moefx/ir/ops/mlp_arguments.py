@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidInput
-from ..expert_body import ExpertBody, Gemm
+from ..expressions.expert_body import ExpertBody, Gemm
 from . import expert_gemms
 
 KEEP = ("h", "x", "all", "none")

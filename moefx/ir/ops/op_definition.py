@@ -239,8 +239,8 @@ def raise_double_backward(op: str) -> NoReturn:
 
 @contextlib.contextmanager
 def run_joined() -> Iterator[None]:
-    """Run ops of this thread one after the other without the dispatcher: see `ir.joined_ops`. Their providers run below
-    autograd, as in a single call."""
+    """Run ops of this thread one after the other without the dispatcher: see `ir.graphs.joined_ops`. Their
+    providers run below autograd, as in a single call."""
     before = _thread.is_below_dispatcher, _thread.is_joined
     _thread.is_below_dispatcher = _thread.is_joined = True
     try:

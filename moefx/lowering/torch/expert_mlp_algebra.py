@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ir import pointwise_derivative, pointwise_expression
 from ...ir.activation_stash import make_missed_ticket
+from ...ir.expressions import pointwise_derivative, pointwise_expression
 from ...ir.ops.expert_mlp import expert_mlp, expert_mlp_backward, make_unit_variables, sum_weight_gradient
 from ...ir.ops.mlp_arguments import ExpertMlpCall
 from . import grouped_mm

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ir import pointwise_expression
+from ...ir.expressions import pointwise_expression
 from ...ir.ops.expert_mlp import make_unit_variables
 from ...ir.ops.mlp_arguments import ExpertMlpCall
 

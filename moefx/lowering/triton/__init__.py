@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ir.expert_body import ExpertBody
+from ...ir.expressions.expert_body import ExpertBody
 from ...ir.op_providers import KernelReport, register_compiler, register_kernels
 from ...ir.ops import exchange_routes as ir_routes
 from ...ir.ops import expert_mlp as ir_mlp  # not by the names of this package's modules

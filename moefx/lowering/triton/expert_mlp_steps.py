@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...ir.activation_stash import Stash, find_stash, make_missed_ticket
-from ...ir.expert_body import ExpertBody
+from ...ir.expressions.expert_body import ExpertBody
 from ...ir.ops.expert_mlp import split_gradient
 from ...ir.running_block import running
 from .expert_mlp_backward_call import BackwardCall

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ...ir import pointwise_expression
-from ...ir.expert_body import ExpertBody
+from ...ir.expressions import pointwise_expression
+from ...ir.expressions.expert_body import ExpertBody
 from ..epilogue import derive_gradients
 from ..formula import list_symbols
 from ..rules import Underivable

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...capture.tracing.capture_result import Capture
 from ...errors import Cause, Refused
 from ...inspection.proof_trace import CutAttempt, ProofTrace
-from ...ir.expression_check import is_pointwise
+from ...ir.expressions.expression_check import is_pointwise
 from ..facts.graph_nodes import describe_node, line
 from ..terms.term import OutOfBounds, TooLarge
 from .canonical_form import CanonicalForm

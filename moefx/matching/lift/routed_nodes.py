@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...capture.tracing.capture_result import Capture
 from ...capture.tracing.node_origins import collect_ancestors, find_float_decisions, fold_ancestors
 from ...errors import Refused
-from ...ir.expression_check import is_pointwise
+from ...ir.expressions.expression_check import is_pointwise
 from ...ir.node_values import get_op_name
 from ..facts.graph_nodes import Line, depends_on_routing, follows_from_integers, line
 from ..terms.node_semantics import Semantics

@@ -17,7 +17,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.tracing.node_origins import is_abstract
-from ...ir.expression_check import is_pointwise
+from ...ir.expressions.expression_check import is_pointwise
 from ...ir.node_values import get_op_name
 from ..facts.graph_nodes import SELECTION_DIMS, Line, follows_from_integers, follows_from_state, line
 from .normal_form import Terms

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from ...ir.expert_body import ExpertBody
 from ...ir.expert_placement import Placement
+from ...ir.expressions.expert_body import ExpertBody
 from ...ir.node_values import get_argument, set_argument
 from .routed_region import RoutedRegion
 

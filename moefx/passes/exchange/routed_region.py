@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from ...errors import Refused
-from ...ir.block_graph import BlockGraph
+from ...ir.graphs.block_graph import BlockGraph
 from ...ir.node_values import get_argument, read_item, set_argument
 from ...ir.ops.token_routing import PftResult
 

@@ -17,7 +17,7 @@ from ...capture.sizes.size_guards import evaluate_size
 from ...capture.tracing.capture_result import Capture
 from ...capture.tracing.concrete_routing import RoutingKind
 from ...errors import Refused
-from ...ir.graph_codegen import FUNCTIONS
+from ...ir.graphs.graph_codegen import FUNCTIONS
 from ...matching.results.capacity_formulas import Formula, find_formula
 from ...matching.results.match_result import Match
 from ...matching.results.size_samples import SizeSamples

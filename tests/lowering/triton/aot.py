@@ -27,7 +27,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from moefx.ir.expert_body import ExpertBody, Gemm
+from moefx.ir.expressions.expert_body import ExpertBody, Gemm
 from moefx.ir.ops.dialect import DROP_RULES
 from moefx.lowering.triton import autotune, build_pft, exchange_ops, expert_mlp_steps, peer_ops, tile_configs, tuning
 from moefx.lowering.triton import expert_mlp_call as run_module

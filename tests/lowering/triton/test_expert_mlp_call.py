@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moefx.ir import op_providers
-from moefx.ir.expert_body import ExpertBody, Gemm
+from moefx.ir.expressions.expert_body import ExpertBody, Gemm
 from moefx.lowering.triton import expert_mlp_call as run_module
 from moefx.lowering.triton import expert_mlp_steps
 from moefx.lowering.triton import weight_operands as weights

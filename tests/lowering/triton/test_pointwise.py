@@ -9,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from moefx.errors import InvalidInput
-from moefx.ir.expert_body import ExpertBody, Gemm
-from moefx.ir.pointwise_expression import list_variables
+from moefx.ir.expressions.expert_body import ExpertBody, Gemm
+from moefx.ir.expressions.pointwise_expression import list_variables
 from moefx.lowering.triton import explain_unsupported
 from moefx.lowering.triton.pointwise import Pointwise, Underivable, build_pointwise
 

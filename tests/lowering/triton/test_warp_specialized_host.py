@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moefx.ir.expert_body import ExpertBody, Gemm
+from moefx.ir.expressions.expert_body import ExpertBody, Gemm
 from moefx.lowering.triton import (
     exchange_ops,
     expert_mlp_backward_call,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..errors import InvalidInput
+from ...errors import InvalidInput
 
 MAX_PARTS = 20_000  # operations, variables and numbers of one expression
 MAX_DEPTH = 400

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..errors import InvalidInput, summarize_error
+from ...errors import InvalidInput, summarize_error
+from ..node_values import get_argument
 from .expression_check import check_dtype, check_expression
-from .node_values import get_argument
 from .pointwise_expression import Expr, format_expression, infer_dtype, list_variables, to_dtype
 
 _ARITHMETIC = {"add", "sub", "mul", "div", "neg", "clamp", "clamp_min", "clamp_max", "_to_copy"}

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Graph, Node
 
-from .attribute_paths import AttributeRange, split_into_ranges
-from .expert_body import ExpertBody
+from ..attribute_paths import AttributeRange, split_into_ranges
+from ..expressions.expert_body import ExpertBody
+from ..node_values import BUILD_PFT, format_target
 from .graph_codegen import is_getitem
-from .node_values import BUILD_PFT, format_target
 
 # Default names for results of dialect ops and for their inputs, if the pass that made the node chose none.
 _RESULTS = {

@@ -21,8 +21,8 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from .argument_binding import Guard
-from .attribute_paths import attribute_expression, is_plain_name, quote, read_range, split_into_ranges
+from ..argument_binding import Guard
+from ..attribute_paths import attribute_expression, is_plain_name, quote, read_range, split_into_ranges
 
 INFIX = {
     operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.floordiv: "//",

@@ -11,11 +11,11 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from ..op_providers import registry
+from ..ops.op_definition import NAMESPACE, Op
 from . import graph_codegen
 from .graph_codegen import GeneratedSource, is_getitem, num_results
 from .joined_ops import JoinedOps, Wiring
-from .op_providers import registry
-from .ops.op_definition import NAMESPACE, Op
 
 _READ_LOCAL = "to_local"  # a method that reads a parameter; it may run before the joined ops
 

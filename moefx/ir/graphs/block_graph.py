@@ -22,10 +22,8 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
-from . import graph_codegen
-from .argument_binding import Binding, Guard, Path
-from .graph_printer import print_block
-from .node_values import (
+from ..argument_binding import Binding, Guard, Path
+from ..node_values import (
     BUILD_PFT,
     PLACE_CHOICES,
     PULL_TOKENS,
@@ -35,6 +33,8 @@ from .node_values import (
     get_argument,
     read_item,
 )
+from . import graph_codegen
+from .graph_printer import print_block
 from .op_joining import join_ops
 
 _EXPERT_OFFSETS = 2  # position among the results of build_pft

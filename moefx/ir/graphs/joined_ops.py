@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils._device import DeviceContext
 
-from .guards import recomputed_choice
-from .ops.op_definition import (
+from ..guards import recomputed_choice
+from ..ops.op_definition import (
     NAMESPACE,
     Op,
     flatten_lists,
@@ -32,7 +32,7 @@ from .ops.op_definition import (
     run_joined,
     skip_in_dynamo,
 )
-from .ops.partial_backward import BackwardRuns, DelayedGradients
+from ..ops.partial_backward import BackwardRuns, DelayedGradients
 
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 _DEVICES = ("cpu", "cuda")

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch.fx import Node
 
+from ..ops.op_definition import NAMESPACE
+from ..passed_objects import CHECKS
 from .block_graph import BlockGraph
-from .ops.op_definition import NAMESPACE
-from .passed_objects import CHECKS
 
 _ROUTED = frozenset({"build_pft", "dispatch", "grouped_mm", "expert_rows", "combine", "pick_choices"})
 _ROUTES = frozenset(

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
+from ..node_values import BUILD_PFT, format_dtype, format_target, format_value, get_argument
 from .display_names import choose_display_names, format_attribute_path, format_body, format_ranges, get_attribute_name
 from .graph_codegen import INFIX, is_getitem, list_results
-from .node_values import BUILD_PFT, format_dtype, format_target, format_value, get_argument
 
 if TYPE_CHECKING:
     from .block_graph import BlockGraph
