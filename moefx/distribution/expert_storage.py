@@ -67,7 +67,7 @@ def _expert_length(table: Sequence[ParameterSlice]) -> int:
 
 def _first_axis_range(part: ParameterSlice) -> tuple[int, int] | None:
     op, *arguments = part.steps[0] if part.steps else ("",)
-    if op == "at" and arguments[1][0][0] == 0:
+    if op == "select" and arguments[1][0][0] == 0:
         return arguments[1][0][1], arguments[1][0][1] + 1
     if op == "slice" and (arguments[1], arguments[4]) == (0, 1):
         return arguments[2], arguments[3]

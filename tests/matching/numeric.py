@@ -36,16 +36,16 @@ def _evaluate_op(t: Term, value: Any, values: Mapping[Any, torch.Tensor]) -> tor
             return torch.full(t.shape, constant_value(t), dtype=torch.float64)
         case "array":
             return args[0].value.double()
-        case "pw":
+        case "pointwise":
             return torch.broadcast_to(
                 _evaluate_elementwise(
                     args[0], dict(args[1]), [value(a) if isinstance(a, Term) else a for a in args[2:]]
                 ),
                 t.shape,
             )
-        case "ein":
+        case "einsum":
             return torch.einsum(f"{','.join(args[0])}->{args[1]}", *map(value, args[2:]))
-        case "row":
+        case "axis_op":
             name, dims, _, static, inner = args
             return _evaluate_row(name, list(dims), static, value(inner))
         case "sum":
@@ -67,7 +67,7 @@ def _evaluate_op(t: Term, value: Any, values: Mapping[Any, torch.Tensor]) -> tor
             out = moved[tuple(indices.value)]
             width = indices.value.dim() - 1
             return out.movedim(tuple(range(width)), tuple(range(position, position + width)))
-        case "put":
+        case "scatter":
             base, dims, indices, source, accumulate = args
             moved = value(base).clone().movedim(dims, tuple(range(len(dims))))
             source = value(source)
@@ -75,7 +75,7 @@ def _evaluate_op(t: Term, value: Any, values: Mapping[Any, torch.Tensor]) -> tor
                 where = tuple(int(i) for i in indices.value[:, j])
                 moved[where] = moved[where] + source[j] if accumulate else source[j]
             return moved.movedim(tuple(range(len(dims))), dims)
-        case "at":
+        case "select":
             out = value(args[0])
             for axis, i in sorted(args[1], reverse=True):
                 out = out.select(axis, i)

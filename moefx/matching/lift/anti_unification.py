@@ -52,7 +52,7 @@ class Skeletons:
                 skeleton = ("parameter", t.shape)
             elif math.prod(t.shape) == 1 and t.op != "const":
                 skeleton = ("scalar",)
-            elif t.op in ("node", "at"):
+            elif t.op in ("node", "select"):
                 skeleton = (t.op, t.shape)
             else:
                 skeleton = (t.op, t.shape, *[self.number_skeleton(a) if isinstance(a, Term) else a for a in t.args])
@@ -63,11 +63,11 @@ class Skeletons:
 def _describe(t: Term) -> str:
     """Return a short name of a term, with its shape."""
     match t.op:
-        case "pw" | "row":
+        case "pointwise" | "axis_op":
             name = f"{t.args[0].removesuffix('.default')}(...)"
         case "param" | "buffer" | "const":
             name = format_term(t)
-        case "ein":
+        case "einsum":
             name = "a matrix product"
         case _:
             name = f"{t.op}(...)"
@@ -154,9 +154,9 @@ class Unifier:
                     culprits=tuple(str(p) for p in {*self.owners.find_key(first), *self.owners.find_key(t)})[:4],
                     remedy="give all experts the same forward",
                 )
-        if first.op in ("node", "put", "index", "array"):
+        if first.op in ("node", "scatter", "index", "array"):
             raise self._explain_foreign(first)
-        if first.op == "at" and (first.args[0].op == "node" or any(t.args[1] != first.args[1] for t in terms)):
+        if first.op == "select" and (first.args[0].op == "node" or any(t.args[1] != first.args[1] for t in terms)):
             raise self._explain_foreign(first)
         args: list[Any] = []
         for position, a in enumerate(first.args):
@@ -242,7 +242,7 @@ class Unifier:
                 origin = f"the result of {name}"
         elif is_state_slice(base):
             origin = f"a part of {base.args[0]}"
-        if t.op == "at":
+        if t.op == "select":
             index_text = ", ".join(str(i) for _, i in t.args[1])
             origin = f"element [{index_text}] of {origin}"
         return Refused(

@@ -164,7 +164,7 @@ def merge_experts(forms: Sequence[CanonicalForm]) -> CanonicalForm:
 def has_matrix_products(body: Body) -> bool:
     """Return whether the body contains a product with an expert's matrix."""
     return any(
-        b.op == "ein" and any(isinstance(a, Body) and len(a.shape) >= 2 and is_weight(a) for a in b.args)
+        b.op == "einsum" and any(isinstance(a, Body) and len(a.shape) >= 2 and is_weight(a) for a in b.args)
         for b in walk_body(body)
     )
 

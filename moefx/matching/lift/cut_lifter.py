@@ -21,7 +21,7 @@ from ...capture.tracing.capture_result import Capture
 from ...errors import Refused
 from ...inspection.proof_trace import CutAttempt
 from ..terms.parameter_slices import strip_moves
-from ..terms.term import OVERWRITTEN, Term, is_const, is_pw
+from ..terms.term import OVERWRITTEN, Term, is_const, is_pointwise_term
 from .anti_unification import Skeletons, Unifier
 from .canonical_form import CanonicalForm, CapturedGroup, NodeRef, count_sequences, has_matrix_products
 from .expert_index import ExpertIndex, find_expert_index, find_near_misses
@@ -285,7 +285,7 @@ def has_overwrite(rows: list[list[Term]]) -> bool:
     stack, seen = [p for row in rows for p in row], set[Term]()
     while stack:
         t = stack.pop()
-        if is_pw(t, OVERWRITTEN):
+        if is_pointwise_term(t, OVERWRITTEN):
             return True
         if t not in seen:
             seen.add(t)

@@ -43,7 +43,7 @@ class ExpertOwners:
         """
         if t.op == "reshape" and math.prod(t.shape) == 1:  # the experts have one output
             return [self.uses.terms.reshape(p, t.shape) for p in self.split_summands(t.args[0])]
-        if t.op == "pw":
+        if t.op == "pointwise":
             name, kwargs, *items = t.args
             if name in ("add", "sub") and all(i.shape == t.shape for i in items):
                 left, right = map(self.experts_of, items)
@@ -56,7 +56,7 @@ class ExpertOwners:
                 if len(wide) == 1 and not (name == "div" and wide[0] == 1):
                     inner = self.split_summands(items[wide[0]])
                     return [
-                        self.uses.terms.pw(
+                        self.uses.terms.pointwise(
                             name, *[p if k == wide[0] else a for k, a in enumerate(items)], **dict(kwargs)
                         )
                         for p in inner
@@ -65,9 +65,9 @@ class ExpertOwners:
 
     def split_operands(self, t: Term) -> list[Term]:
         """Return both operands of a sum or difference, with signs; else the term itself, or nothing for zero."""
-        if t.op == "pw" and t.args[0] in ("add", "sub") and all(i.shape == t.shape for i in t.args[2:]):
+        if t.op == "pointwise" and t.args[0] in ("add", "sub") and all(i.shape == t.shape for i in t.args[2:]):
             a, b = t.args[2:]
-            return [a, b if t.args[0] == "add" else self.uses.terms.pw("mul", b, self.uses.terms.const(-1))]
+            return [a, b if t.args[0] == "add" else self.uses.terms.pointwise("mul", b, self.uses.terms.const(-1))]
         return [] if is_const(t, 0) else [t]
 
     def experts_of(self, t: Term) -> frozenset[int]:

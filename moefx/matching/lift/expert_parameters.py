@@ -98,7 +98,7 @@ def _count_parts(t: Term) -> int:
     """Count the parts of this size in the parameter."""
     count = 1
     while t.op != "param":
-        if t.op == "at":
+        if t.op == "select":
             count = math.prod(t.terms[0].shape[axis] for axis, _ in t.args[1])
         elif t.op == "slice":
             count = t.terms[0].shape[t.args[1]] // max(1, t.shape[t.args[1]])

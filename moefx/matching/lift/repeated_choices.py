@@ -135,7 +135,7 @@ class ChoiceSums:
         """Expand a row to a sum of rows, each times scalars."""
         if is_const(t, 0):
             return {}
-        if t.op == "pw":
+        if t.op == "pointwise":
             name, kwargs, *items = t.args
             wide = [i for i in items if isinstance(i, Term) and math.prod(i.shape) > 1]
             if name in ("add", "sub") and len(wide) == len(items) == 2:
@@ -148,7 +148,7 @@ class ChoiceSums:
                 )
             if name in ("cast", "detach") and len(items) == 1:
                 rows = self._expand_row(items[0]).items()
-                return {(row and self.terms.pw(name, row, **dict(kwargs)), by): n for (row, by), n in rows}
+                return {(row and self.terms.pointwise(name, row, **dict(kwargs)), by): n for (row, by), n in rows}
         return {(t, ()): 1.0}
 
 
@@ -172,7 +172,7 @@ def _expand_scalar(t: Any) -> _LinearSum:
         return {(None, ()): float(constant_value(t) if isinstance(t, Term) else t)}
     if t.op in ("reshape", "expand"):
         return _expand_scalar(t.args[0])
-    if t.op == "pw" and t.args[0] in ("add", "sub", "mul") and len(t.args) == 4:
+    if t.op == "pointwise" and t.args[0] in ("add", "sub", "mul") and len(t.args) == 4:
         a, b = map(_expand_scalar, t.args[2:])
         if t.args[0] == "mul":
             return _multiply(a, b)

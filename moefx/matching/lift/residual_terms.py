@@ -121,11 +121,11 @@ def assign_identity_slots(
 
 def _split_by_weight(t: Term, lookup: ValueLookup) -> list[Term]:
     """Split `x * (w1 + w2)` into two summands: a token may select two experts that compute the same."""
-    if t.op == "pw" and t.args[0] == "mul":
+    if t.op == "pointwise" and t.args[0] == "mul":
         a, b = t.args[2:]
         wide, scalar = (a, b) if math.prod(b.shape) == 1 else (b, a)
-        if scalar.op == "pw" and scalar.args[0] == "add" and not any(lookup.find_holders(scalar)):
-            pw = lookup.semantics.terms.pw
-            products = [pw("mul", wide, s) if wide is a else pw("mul", s, wide) for s in scalar.args[2:]]
+        if scalar.op == "pointwise" and scalar.args[0] == "add" and not any(lookup.find_holders(scalar)):
+            pointwise = lookup.semantics.terms.pointwise
+            products = [pointwise("mul", wide, s) if wide is a else pointwise("mul", s, wide) for s in scalar.args[2:]]
             return [p for product in products for p in _split_by_weight(product, lookup)]
     return [t]

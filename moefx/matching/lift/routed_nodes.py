@@ -212,7 +212,7 @@ def _find_split_axes(part: Term) -> frozenset[int]:
     """
     axes, term = frozenset[int](), part
     while term.op != "param":
-        axes = frozenset(axis for axis, _ in term.args[1]) if term.op == "at" else axes
+        axes = frozenset(axis for axis, _ in term.args[1]) if term.op == "select" else axes
         term = term.terms[0]
     return frozenset(axis for axis in axes if axis < len(term.shape))
 

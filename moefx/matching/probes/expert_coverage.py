@@ -174,7 +174,7 @@ def _find_stack(proof: ProofView, part: ParameterSlice) -> tuple[Any, int]:
     """Return the stacked tensor (FQN and steps to it) that contains a slice, and its number of parts."""
     shape = get_tensor(proof.block, part.fqn).shape
     for i, (op, *rest) in enumerate(part.steps):
-        if op == "at":
+        if op == "select":
             return (part.fqn, part.steps[:i]), shape[rest[1][0][0]]
         if op == "slice":
             _, dim, start, stop, _ = rest

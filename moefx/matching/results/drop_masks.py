@@ -169,10 +169,10 @@ def _substitute_zeros(terms: Terms, body: Body, zeros: set[int]) -> Term:
             return terms.const(0, body.shape)
         case "const":
             return terms.const(args[0], body.shape)
-        case "pw":
-            return terms.pw(args[0], *args[2:], **dict(args[1]))
-        case "ein":
-            return terms.ein(args[0], args[1], args[2:])
+        case "pointwise":
+            return terms.pointwise(args[0], *args[2:], **dict(args[1]))
+        case "einsum":
+            return terms.einsum(args[0], args[1], args[2:])
         case "sum":
             return terms.sum(args[1], args[0])
         case "reshape" | "expand":

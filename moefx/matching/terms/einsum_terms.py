@@ -23,7 +23,7 @@ def build_einsum(terms: Terms, inputs: Sequence[str], output: str, operands: Seq
     if len(operands) > 1 and 1 not in size.values() and all(t.shape and t.op not in _NOT_IN_PRODUCTS for t in operands):
         renamed = _rename_labels(tuple(inputs), output)
         if renamed is not None:
-            return terms.make("ein", (*renamed, *operands), shape)
+            return terms.make("einsum", (*renamed, *operands), shape)
     if any(is_const(t, 0) for t in operands):
         return terms.const(0, shape)
     factor, scalars, kept = 1.0, [], []
@@ -46,8 +46,8 @@ def build_einsum(terms: Terms, inputs: Sequence[str], output: str, operands: Seq
     for label in set("".join(inputs)) - set(output) - set("".join(labels for labels, _ in kept)):
         factor *= size[label]
     for s, leads in scalars:  # in the order of the operands
-        result = terms.pw("mul", s, result) if leads else terms.pw("mul", result, s)
-    return terms.pw("mul", result, terms.const(factor)) if factor != 1 else result
+        result = terms.pointwise("mul", s, result) if leads else terms.pointwise("mul", result, s)
+    return terms.pointwise("mul", result, terms.const(factor)) if factor != 1 else result
 
 
 def _contract(terms: Terms, kept: list[tuple[str, Term]], out: str, size: dict[str, int]) -> Term:
@@ -69,11 +69,11 @@ def _contract(terms: Terms, kept: list[tuple[str, Term]], out: str, size: dict[s
         ]
         result = aligned[0]
         for t in aligned[1:]:
-            result = terms.pw("mul", result, t)
+            result = terms.pointwise("mul", result, t)
         return result
     renamed = _rename_labels(tuple(s for s, _ in kept), out)
     assert renamed is not None
-    return terms.make("ein", (*renamed, *[t for _, t in kept]), [size[x] for x in out])
+    return terms.make("einsum", (*renamed, *[t for _, t in kept]), [size[x] for x in out])
 
 
 def _expand_missing(terms: Terms, kept: list[tuple[str, Term]], out: str, size: dict[str, int]) -> Term:

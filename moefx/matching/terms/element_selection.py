@@ -29,15 +29,15 @@ def pick(terms: Terms, t: Term, axis: int, i: int) -> Term:
             if not shape:
                 return terms.const(t.args[0].flat[i])
             return terms.array(t.args[0].value.select(axis, i))
-        case "pw":
+        case "pointwise":
             return _pick_pointwise(terms, t, axis, i)
-        case "ein":
+        case "einsum":
             inputs, output, *operands = t.args
             label = output[axis]
             operands = [
                 terms.pick(o, s.index(label), i) if label in s else o for s, o in zip(inputs, operands, strict=True)
             ]
-            return terms.ein([s.replace(label, "") for s in inputs], output.replace(label, ""), operands)
+            return terms.einsum([s.replace(label, "") for s in inputs], output.replace(label, ""), operands)
         case "permute":
             source = t.args[1][axis]
             order = [d - (d > source) for d in t.args[1] if d != source]
@@ -56,22 +56,22 @@ def pick(terms: Terms, t: Term, axis: int, i: int) -> Term:
             return _pick_reshape(terms, t, axis, i)
         case "index":
             return _pick_index(terms, t, axis, i)
-        case "put":
-            return _pick_put(terms, t, axis, i)
+        case "scatter":
+            return _pick_scatter(terms, t, axis, i)
         case "sum":
             dims, inner = t.args
             reduced = {d % len(inner.shape) for d in dims}
             source = [d for d in range(len(inner.shape)) if d not in reduced][axis]
             return terms.sum(terms.pick(inner, source, i), [d - (d > source) for d in reduced])
-        case "row":
-            return _pick_row(terms, t, axis, i)
-        case "at":
+        case "axis_op":
+            return _pick_axis_op(terms, t, axis, i)
+        case "select":
             inner, indices = t.args
             free = [d for d in range(len(inner.shape)) if d not in dict(indices)]
-            if inner.op == "row":  # pick the batch axes of a softmax inside it, in any order of picks
+            if inner.op == "axis_op":  # pick the batch axes of a softmax inside it, in any order of picks
                 return terms.pick_axes(terms.pick(inner, free[axis], i), {d - (d > free[axis]): j for d, j in indices})
-            return terms.make("at", (inner, tuple(sorted((*indices, (free[axis], i))))), shape)
-    return terms.make("at", (t, ((axis, i),)), shape)
+            return terms.make("select", (inner, tuple(sorted((*indices, (free[axis], i))))), shape)
+    return terms.make("select", (t, ((axis, i),)), shape)
 
 
 def _pick_pointwise(terms: Terms, t: Term, axis: int, i: int) -> Term:
@@ -92,7 +92,7 @@ def _pick_pointwise(terms: Terms, t: Term, axis: int, i: int) -> Term:
             a = items[chosen]
             d = axis - (len(t.shape) - len(a.shape))
             return terms.expand(terms.pick(a, d, i if a.shape[d] > 1 else 0) if d >= 0 else a, shape)
-    return terms.expand(terms.pw(name, *picked, **dict(kwargs)), shape)
+    return terms.expand(terms.pointwise(name, *picked, **dict(kwargs)), shape)
 
 
 def _pick_cat(terms: Terms, t: Term, axis: int, i: int) -> Term:
@@ -124,7 +124,7 @@ def _pick_reshape(terms: Terms, t: Term, axis: int, i: int) -> Term:
         if (split := split_axis(terms, inner, ins[0], sizes)) is not None:
             return terms.reshape(terms.pick(split, ins[0] + outs.index(axis), i), shape)
         if axis > outs[0] and is_state_slice(inner):  # a parameter slice with steps would have no index
-            return terms.make("at", (t, ((axis, i),)), shape)
+            return terms.make("select", (t, ((axis, i),)), shape)
         elements = torch.arange(math.prod(sizes)).reshape(sizes).select(outs.index(axis), i).reshape(1, -1)
         return terms.reshape(terms.index(inner, ins, elements, ins[0]), shape)
     merged = (*inner.shape[: ins[0]], math.prod(inner.shape[d] for d in ins), *inner.shape[ins[-1] + 1 :])
@@ -137,11 +137,13 @@ def split_axis(terms: Terms, t: Term, axis: int, sizes: list[int]) -> Term | Non
 
     The axis may merge the slots, or the experts, with an expert's columns. None if the term is not a product.
     """
-    if t.op == "pw":
+    if t.op == "pointwise":
         name, kwargs, *items = t.args
         placed = [(a, axis - len(t.shape) + len(a.shape)) if isinstance(a, Term) else (a, -1) for a in items]
-        return terms.pw(name, *[_reshape_axis(terms, a, d, sizes) if d >= 0 else a for a, d in placed], **dict(kwargs))
-    if t.op != "ein":
+        return terms.pointwise(
+            name, *[_reshape_axis(terms, a, d, sizes) if d >= 0 else a for a, d in placed], **dict(kwargs)
+        )
+    if t.op != "einsum":
         return None
     inputs, output, *operands = t.args
     label, free = output[axis], [x for x in _LABELS if all(x not in s for s in inputs)]
@@ -150,7 +152,7 @@ def split_axis(terms: Terms, t: Term, axis: int, sizes: list[int]) -> Term | Non
         _reshape_axis(terms, o, s.index(label), sizes) if label in s else o
         for s, o in zip(inputs, operands, strict=True)
     ]
-    return terms.ein([s.replace(label, labels) for s in inputs], output.replace(label, labels), split)
+    return terms.einsum([s.replace(label, labels) for s in inputs], output.replace(label, labels), split)
 
 
 def _reshape_axis(terms: Terms, t: Term, axis: int, sizes: list[int]) -> Term:
@@ -174,9 +176,9 @@ def _pick_index(terms: Terms, t: Term, axis: int, i: int) -> Term:
     return terms.index(picked, moved, indices.value, position, routed=True, in_bounds=True)
 
 
-def _pick_put(terms: Terms, t: Term, axis: int, i: int) -> Term:
+def _pick_scatter(terms: Terms, t: Term, axis: int, i: int) -> Term:
     added: list[Term] = []
-    while t.op == "put":  # a loop over experts leaves one `put` per expert, too many to recurse
+    while t.op == "scatter":  # a loop over experts leaves one `scatter` per expert, too many to recurse
         base, dims, indices, values, accumulate = t.args
         if axis not in dims:
             break
@@ -190,7 +192,7 @@ def _pick_put(terms: Terms, t: Term, axis: int, i: int) -> Term:
             break
         else:
             t = base
-    if t.op != "put":
+    if t.op != "scatter":
         return _add_all(terms, terms.pick(t, axis, i), added)
     base, dims, indices, values, accumulate = t.args
     under = terms.pick(base, axis, i)
@@ -200,17 +202,19 @@ def _pick_put(terms: Terms, t: Term, axis: int, i: int) -> Term:
         left = without_row(indices.value, q)[:, hits]
         values = terms.index(values, (0,), hits[None], 0)
         dims = [d - (d > axis) for d in dims if d != axis]
-        return _add_all(terms, terms.put(under, dims, left, values, accumulate), added)
+        return _add_all(terms, terms.scatter(under, dims, left, values, accumulate), added)
     rest = [d for d in range(len(base.shape)) if d not in dims]
     values = terms.pick(values, 1 + rest.index(axis), i)
-    return _add_all(terms, terms.put(under, [d - (d > axis) for d in dims], indices.value, values, accumulate), added)
+    return _add_all(
+        terms, terms.scatter(under, [d - (d > axis) for d in dims], indices.value, values, accumulate), added
+    )
 
 
 def _collect_writes(terms: Terms, t: Term, axis: int) -> tuple[dict[int, list[Write]], Term]:
-    """Collect the writes of a chain of `put` along one axis, by index, the last first, and the term below it."""
+    """Collect the writes of a chain of `scatter` along one axis, by index, the last first, and the term below it."""
     if (t, axis) not in terms.writes:
         below, writes = t, dict[int, list[Write]]()
-        while below.op == "put" and below.args[1] == (axis,):
+        while below.op == "scatter" and below.args[1] == (axis,):
             below_it, _, indices, values, accumulate = below.args
             for i, hits in indices.all_hits(0).items():
                 writes.setdefault(i, []).append((values, accumulate, hits))
@@ -220,7 +224,7 @@ def _collect_writes(terms: Terms, t: Term, axis: int) -> tuple[dict[int, list[Wr
 
 
 def _keep_last(terms: Terms, written: list[Term]) -> Term:
-    """Return the last of the values that one `put` writes at one index.
+    """Return the last of the values that one `scatter` writes at one index.
 
     Gradients reach all of them, so `OVERWRITTEN` marks the result. Scalars are routing weights: a write that repeats
     an index needs an expert that is selected twice (see `distinct_choices`).
@@ -228,28 +232,28 @@ def _keep_last(terms: Terms, written: list[Term]) -> Term:
     if len(written) == 1 or not written[0].shape or all(map(is_const, written)):
         return written[-1]
     terms.overwrites = True
-    return terms.pw(OVERWRITTEN, *written)
+    return terms.pointwise(OVERWRITTEN, *written)
 
 
 def _add_all(terms: Terms, base: Term, added: list[Term]) -> Term:
     for term in reversed(added):
-        base = terms.pw("add", base, term)
+        base = terms.pointwise("add", base, term)
     return base
 
 
-def _pick_row(terms: Terms, t: Term, axis: int, i: int) -> Term:
+def _pick_axis_op(terms: Terms, t: Term, axis: int, i: int) -> Term:
     name, dims, keep, static, inner = t.args
     acted = {d % len(inner.shape) for d in dims}
     if not keep:
         source = [d for d in range(len(inner.shape)) if d not in acted][axis]
-        return terms.row(name, shift_axes(acted, source), keep, static, terms.pick(inner, source, i))
+        return terms.axis_op(name, shift_axes(acted, source), keep, static, terms.pick(inner, source, i))
     if axis not in acted:
-        return terms.row(name, shift_axes(acted, axis), keep, static, terms.pick(inner, axis, i))
+        return terms.axis_op(name, shift_axes(acted, axis), keep, static, terms.pick(inner, axis, i))
     shape = t.shape[:axis] + t.shape[axis + 1 :]
     masked = name == "softmax" and _is_masked(terms, inner, axis, i)
     if masked and not all(_is_masked(terms, inner, axis, j) for j in range(inner.shape[axis])):
         return terms.const(0, shape)  # masked before the softmax
-    return terms.make("at", (t, ((axis, i),)), shape)
+    return terms.make("select", (t, ((axis, i),)), shape)
 
 
 def _is_masked(terms: Terms, scores: Term, axis: int, i: int) -> bool:

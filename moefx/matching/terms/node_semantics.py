@@ -129,7 +129,7 @@ class Semantics:
         else:
             out = self._build_unexplained(node)
         if out is not None and out.op != "node" and not node.meta["grad"] and not node.meta.get("from_integers"):
-            out = self.terms.pw("detach", out)
+            out = self.terms.pointwise("detach", out)
         assert out is None or out.shape == tuple(val.shape), (node, node.target, out.shape, val.shape)
         return out if out is not None else self._build_unexplained(node)
 
@@ -154,7 +154,7 @@ class Semantics:
     def _build_pointwise(self, node: fx.Node) -> Term:
         packet, overload = get_op_name(node), node.target._overloadname
         items = tuple(self.value(a) for a in node.args)
-        return self.terms.pw(f"{packet}.{overload}", *items, **dict(node.kwargs))
+        return self.terms.pointwise(f"{packet}.{overload}", *items, **dict(node.kwargs))
 
     def _build_result(self, node: fx.Node) -> Term:
         """Build one result of an op with several. Selected values are a gather by the concrete indices."""
@@ -162,7 +162,7 @@ class Semantics:
         name = get_op_name(bundle)
         if i == 0 and name in ("max", "min") and all(u.args[1] == 0 or not u.users for u in bundle.users):
             dim, keep = SELECTION_DIMS[name](bundle)
-            largest = self.terms.row(name, [dim], False, (), self.value(bundle.args[0]))
+            largest = self.terms.axis_op(name, [dim], False, (), self.value(bundle.args[0]))
             return self.terms.reshape(largest, node.meta["val"].shape)
         if i == 0 and name in SELECTION_DIMS:
             dim, keep = SELECTION_DIMS[name](bundle)
@@ -173,9 +173,9 @@ class Semantics:
                 picked = picked.unsqueeze(dim)
             out = gather(self.terms, source, dim, picked)
             out = out if keep else self.terms.reshape(out, node.meta["val"].shape)
-            return out if bundle.meta["grad"] else self.terms.pw("detach", out)
+            return out if bundle.meta["grad"] else self.terms.pointwise("detach", out)
         if i == 0 and name == "log_sigmoid_forward":
-            return self.terms.pw("log_sigmoid.default", self.value(bundle.args[0]))
+            return self.terms.pointwise("log_sigmoid.default", self.value(bundle.args[0]))
         if i == 0 and name in ("native_layer_norm", "_fused_rms_norm"):
             return norm(self, bundle)
         if i == 0 and name == "native_batch_norm" and not bundle.args[5]:

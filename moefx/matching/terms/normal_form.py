@@ -17,7 +17,7 @@ from .einsum_terms import build_einsum
 from .element_selection import pick, split_axis
 from .index_arithmetic import broadcast, without_row
 from .sum_expansion import resolve
-from .term import Array, OutOfBounds, Term, TooLarge, Write, constant_value, is_const, is_pw
+from .term import Array, OutOfBounds, Term, TooLarge, Write, constant_value, is_const, is_pointwise_term
 
 aten = torch.ops.aten
 _MAX_LISTED = 256
@@ -79,20 +79,20 @@ class Terms:
         return self.make("array", (self.intern(value),), value.shape)
 
     # ------------------------------------------------------------------ pointwise
-    def pw(self, name: str, *items: Any, **kwargs: Any) -> Term:
+    def pointwise(self, name: str, *items: Any, **kwargs: Any) -> Term:
         """Return a pointwise op on terms and static values. Folds zeros, ones, constant masks and known numbers."""
         terms = [a for a in items if isinstance(a, Term)]
         shape = broadcast([t.shape for t in terms])
         if shape and math.prod(shape) == 1:
             return self.reshape(
-                self.pw(name, *[self.reshape(a, ()) if isinstance(a, Term) else a for a in items], **kwargs),
+                self.pointwise(name, *[self.reshape(a, ()) if isinstance(a, Term) else a for a in items], **kwargs),
                 shape,
             )
         items = tuple(self._strip_leading_ones(a) if isinstance(a, Term) else a for a in items)
         folded = self._fold(name, items, kwargs, shape)
         if folded is not None:
             return self.expand(folded, shape)
-        return self.make("pw", (name, tuple(sorted(kwargs.items())), *items), shape)
+        return self.make("pointwise", (name, tuple(sorted(kwargs.items())), *items), shape)
 
     def _strip_leading_ones(self, t: Term) -> Term:
         """Remove leading axes of size one, which broadcasting ignores; a single element becomes a scalar."""
@@ -123,7 +123,7 @@ class Terms:
             if items[0].op == "array" and not shape:
                 raise AssertionError("scalar arrays are constants")
         elif name in ("cast", "detach"):
-            again = name == "detach" and is_pw(items[0], name)
+            again = name == "detach" and is_pointwise_term(items[0], name)
             if again or items[0].op in ("const", "array"):
                 return items[0]
         if all(t.op in ("const", "array") for t in items if isinstance(t, Term)):
@@ -288,7 +288,7 @@ class Terms:
                 return self.slice(t, dims[0], first, last + 1, step)
         return self.make("index", (t, dims, self.intern(indices), position), shape)
 
-    def put(self, base: Term, dims: Sequence[int], indices: torch.Tensor, values: Term, accumulate: bool) -> Term:
+    def scatter(self, base: Term, dims: Sequence[int], indices: torch.Tensor, values: Term, accumulate: bool) -> Term:
         """Write (or add) `values` [n, *rest] into `base` at `indices` [m, n] of `dims`."""
         if indices.shape[1] == 0:
             return base
@@ -300,12 +300,12 @@ class Terms:
             return self.permute(values, order)  # every element is written
         if self._is_noop_write(base, dims, indices, values, accumulate):
             return base
-        return self.make("put", (base, tuple(dims), self.intern(indices), values, accumulate), base.shape)
+        return self.make("scatter", (base, tuple(dims), self.intern(indices), values, accumulate), base.shape)
 
     def _is_noop_write(
         self, base: Term, dims: Sequence[int], indices: torch.Tensor, values: Term, accumulate: bool
     ) -> bool:
-        """Return whether `put` adds zeros, or writes the values that `base` has: `y[0, 0] += 0 * weight.sum()`."""
+        """Return whether `scatter` adds zeros, or writes the values that `base` has: `y[0, 0] += 0 * weight.sum()`."""
         if accumulate:
             return is_const(values, 0)
         if indices.shape[1] > 1:
@@ -314,7 +314,7 @@ class Terms:
         return values is self.reshape(self.pick_axes(base, at), values.shape)
 
     # ------------------------------------------------------------------ contracting
-    def ein(self, inputs: Sequence[str], output: str, operands: Sequence[Term]) -> Term:
+    def einsum(self, inputs: Sequence[str], output: str, operands: Sequence[Term]) -> Term:
         """Return an einsum in normal form (see `einsum_terms`)."""
         return build_einsum(self, inputs, output, operands)
 
@@ -332,11 +332,11 @@ class Terms:
             return self.reshape(t, shape)
         return self.make("sum", (tuple(d - len(t.shape) for d in dims), t), shape)
 
-    def row(self, name: str, dims: Iterable[int], keep: bool, static: tuple, t: Term) -> Term:
+    def axis_op(self, name: str, dims: Iterable[int], keep: bool, static: tuple, t: Term) -> Term:
         """Return an op that acts along `dims`; the other dims are a batch."""
         dims = tuple(sorted(d % len(t.shape) - len(t.shape) for d in dims))
         shape = t.shape if keep else tuple(n for d, n in enumerate(t.shape) if d - len(t.shape) not in dims)
-        return self.make("row", (name, dims, keep, static, t), shape)
+        return self.make("axis_op", (name, dims, keep, static, t), shape)
 
     # ------------------------------------------------------------------ picking
     def pick_axes(self, t: Term, index_by_axis: dict[int, int]) -> Term:

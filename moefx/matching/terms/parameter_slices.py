@@ -14,7 +14,7 @@ from torch import nn
 
 from .term import Term
 
-_MOVING = ("at", "slice", "reshape", "permute", "expand")
+_MOVING = ("select", "slice", "reshape", "permute", "expand")
 
 
 def is_parameter_slice(t: Term) -> bool:
@@ -29,7 +29,7 @@ def is_state_slice(t: Term) -> bool:
 
 def strip_moves(t: Term) -> Term:
     """Return the operand of a chain of moves (picks, slices, reshapes, casts): for a slice, its parameter."""
-    while t.op in _MOVING or (t.op == "pw" and t.args[0] in ("cast", "detach")):
+    while t.op in _MOVING or (t.op == "pointwise" and t.args[0] in ("cast", "detach")):
         t = t.terms[0]
     return t
 
@@ -57,10 +57,10 @@ class ParameterSlice:
         """Convert a term for which `is_state_slice` holds."""
         steps: list[tuple] = []
         while t.op not in ("param", "buffer"):
-            if t.op == "pw":
+            if t.op == "pointwise":
                 steps.append((t.args[0], *[v for _, v in t.args[1]]))
                 t = t.args[2]
-            elif t.op == "at":
+            elif t.op == "select":
                 steps += reversed(_steps_of_element(t))
                 t = t.args[0]
             else:
@@ -72,14 +72,14 @@ class ParameterSlice:
     def axes(self) -> frozenset[int]:
         """Axes of the parameter at which the part has one index."""
         op, *rest = self.steps[0] if self.steps else ("",)
-        return frozenset(axis for axis, _ in rest[1]) if op == "at" else frozenset()
+        return frozenset(axis for axis, _ in rest[1]) if op == "select" else frozenset()
 
     def __str__(self) -> str:
         text = self.fqn
         for op, *rest in self.steps:
             if op == "squeeze":
                 continue
-            if op == "at":
+            if op == "select":
                 text += f"[{', '.join(str(i) for _, i in rest[1])}]"
             elif op == "slice":
                 text += f"[{':, ' * rest[1]}{rest[2]}:{rest[3]}]"
@@ -89,12 +89,12 @@ class ParameterSlice:
 
 
 def _steps_of_element(t: Term) -> list[tuple]:
-    """Return the steps of an `at` term: first the axes that select something, then those of size one."""
+    """Return the steps of a `select` term: first the axes that select something, then those of size one."""
     inner, indices = t.args
     real = [(a, i) for a, i in indices if inner.shape[a] > 1]
     unit = [(a - sum(r < a for r, _ in real), i) for a, i in indices if inner.shape[a] == 1]
     shape = tuple(n for d, n in enumerate(inner.shape) if d not in dict(real))
-    steps = [("at", shape, tuple(real))] if real else []
+    steps = [("select", shape, tuple(real))] if real else []
     return [*steps, ("squeeze", t.shape, tuple(unit))] if unit else steps
 
 
@@ -121,7 +121,7 @@ def guess_experts(part: ParameterSlice, children: dict[str, Siblings]) -> list[i
         if siblings is not None and len(siblings) > 1 and parts[depth] in siblings.numbers:
             candidates.append(siblings.numbers[parts[depth]])
     for op, *rest in part.steps:
-        if op == "at" and rest[1]:
+        if op == "select" and rest[1]:
             return [rest[1][0][1]]
         if op == "slice":
             _, _, start, stop, step = rest

@@ -24,13 +24,13 @@ _COST = {
     "param": 1,
     "buffer": 1,
     "node": 1,
-    "put": 2,
+    "scatter": 2,
     "reshape": 2,
     "expand": 2,
     "permute": 2,
     "index": 3,
     "sum": 4,
-    "pw": 5,
+    "pointwise": 5,
 }
 
 
@@ -62,9 +62,9 @@ def _find_routed_axes(terms: Terms, t: Term) -> set[int]:
             return set(terms.routed_parameters.get(t, ()))
         case "array":
             return set(range(len(t.shape)))
-        case "pw":
+        case "pointwise":
             return {d + len(t.shape) - len(a.shape) for a in t.terms for d in routed_axes(terms, a)}
-        case "ein":
+        case "einsum":
             inputs, output, *operands = t.args
             routed = {s[d] for s, o in zip(inputs, operands, strict=True) for d in routed_axes(terms, o)}
             return {d for d, label in enumerate(output) if label in routed}
@@ -95,21 +95,21 @@ def _find_routed_axes(terms: Terms, t: Term) -> set[int]:
             return out | {
                 r if r < position else r + width for r, d in enumerate(rest) if d in routed_axes(terms, inner)
             }
-        case "put":
+        case "scatter":
             base, dims, _, values, _ = t.args
             rest = [d for d in range(len(base.shape)) if d not in dims]
             return (
                 set(dims) | set(routed_axes(terms, base)) | {rest[d - 1] for d in routed_axes(terms, values) if d > 0}
             )
-        case "sum" | "row":
+        case "sum" | "axis_op":
             inner = t.args[-1]
             routed = routed_axes(terms, inner)
-            if t.op == "row" and t.args[2]:
+            if t.op == "axis_op" and t.args[2]:
                 return set(routed)
             gone = {d % len(inner.shape) for d in t.args[0 if t.op == "sum" else 1]}
             left = [d for d in range(len(inner.shape)) if d not in gone]
             return {k for k, d in enumerate(left) if d in routed}
-        case "at":
+        case "select":
             inner, indices = t.args
             free = [d for d in range(len(inner.shape)) if d not in dict(indices)]
             return {k for k, d in enumerate(free) if d in routed_axes(terms, inner)}
@@ -121,9 +121,9 @@ def resolve(terms: Terms, t: Term) -> Term:
     match t.op:
         case "sum":
             return _resolve_sum(terms, t)
-        case "ein":
-            return _resolve_ein(terms, t)
-        case "pw":
+        case "einsum":
+            return _resolve_einsum(terms, t)
+        case "pointwise":
             name, kwargs, *items = t.args
             resolved: list = list(items)
             for k in sorted(
@@ -133,10 +133,10 @@ def resolve(terms: Terms, t: Term) -> Term:
                 resolved[k] = terms.resolve(items[k])
                 if name == "mul" and is_const(resolved[k], 0):
                     return terms.const(0, t.shape)
-            return terms.expand(terms.pw(name, *resolved, **dict(kwargs)), t.shape)
-        case "row":
+            return terms.expand(terms.pointwise(name, *resolved, **dict(kwargs)), t.shape)
+        case "axis_op":
             name, dims, keep, static, inner = t.args
-            return terms.row(name, dims, keep, static, terms.resolve(inner))
+            return terms.axis_op(name, dims, keep, static, terms.resolve(inner))
         case "reshape":
             return terms.reshape(terms.resolve(t.args[0]), t.shape)
         case "permute":
@@ -147,7 +147,7 @@ def resolve(terms: Terms, t: Term) -> Term:
             return terms.slice(terms.resolve(t.args[0]), *t.args[1:])
         case "cat":
             return terms.cat([terms.resolve(p) for p in t.args[1:]], t.args[0])
-        case "put" | "index" if len(t.shape) == 1 and t.shape[0] <= 4096:
+        case "scatter" | "index" if len(t.shape) == 1 and t.shape[0] <= 4096:
             parts = [terms.reshape(terms.resolve(terms.pick(t, 0, i)), (1,)) for i in range(t.shape[0])]
             return terms.cat(parts, 0)
     return t
@@ -163,13 +163,13 @@ def _resolve_sum(terms: Terms, t: Term) -> Term:
     left.remove(axis)
     total = terms.const(0, t.shape)
     for i in range(inner.shape[axis]):
-        total = terms.pw(
+        total = terms.pointwise(
             "add", total, terms.resolve(terms.sum(terms.pick(inner, axis, i), shift_axes(set(left), axis)))
         )
     return total
 
 
-def _resolve_ein(terms: Terms, t: Term) -> Term:
+def _resolve_einsum(terms: Terms, t: Term) -> Term:
     inputs, output, *operands = t.args
     for s, o in zip(inputs, operands, strict=True):
         for d in routed_axes(terms, o):
@@ -177,7 +177,7 @@ def _resolve_ein(terms: Terms, t: Term) -> Term:
                 return _expand_label(terms, t, s[d])
         if o.op == "cat" and s[o.args[0]] not in output:
             return _split_label(terms, t, s[o.args[0]], [p.shape[o.args[0]] for p in o.args[1:]])
-    return terms.ein(inputs, output, [terms.resolve(o) for o in operands])
+    return terms.einsum(inputs, output, [terms.resolve(o) for o in operands])
 
 
 def _expand_label(terms: Terms, t: Term, label: str) -> Term:
@@ -193,8 +193,8 @@ def _expand_label(terms: Terms, t: Term, label: str) -> Term:
                 if is_const(terms.resolve(picked[k]) if not picked[k].shape else picked[k], 0):
                     break
         else:
-            term = terms.ein([s.replace(label, "") for s in inputs], output, picked)
-            total = terms.pw("add", total, terms.resolve(term))
+            term = terms.einsum([s.replace(label, "") for s in inputs], output, picked)
+            total = terms.pointwise("add", total, terms.resolve(term))
     return total
 
 
@@ -206,6 +206,6 @@ def _split_label(terms: Terms, t: Term, label: str, sizes: list[int]) -> Term:
             terms.slice(o, s.index(label), start, start + n) if label in s else o
             for s, o in zip(inputs, operands, strict=True)
         ]
-        total = terms.pw("add", total, terms.resolve(terms.ein(inputs, output, parts)))
+        total = terms.pointwise("add", total, terms.resolve(terms.einsum(inputs, output, parts)))
         start += n
     return total

@@ -25,14 +25,14 @@ class Term:
     | `param`, `buffer` | FQN |
     | `const` | the number of every element |
     | `array` | an `Array` of known numbers |
-    | `pw` | name, keyword arguments, items (terms and static values): pointwise with broadcasting |
-    | `ein` | input labels, output labels, operands |
-    | `row` | name, dims it acts on (negative), whether it keeps them, static arguments, operand: softmax, norms |
+    | `pointwise` | name, keyword arguments, items (terms and static values): pointwise with broadcasting |
+    | `einsum` | input labels, output labels, operands |
+    | `axis_op` | name, dims it acts on (negative), whether it keeps them, static arguments, operand: softmax, norms |
     | `sum` | dims, operand |
     | `reshape`, `permute`, `expand`, `slice`, `cat` | as in torch |
     | `index` | operand, dims, `Array` [m, *I], position of the axes I in the result: advanced indexing |
-    | `put` | base, dims, `Array` [m, n], values [n, *rest], accumulate: every kind of scatter |
-    | `at` | operand, ((axis, i), ...): an element that stays symbolic |
+    | `scatter` | base, dims, `Array` [m, n], values [n, *rest], accumulate: every kind of scatter |
+    | `select` | operand, ((axis, i), ...): an element that stays symbolic |
     | `call` | function, arguments and keyword arguments (with `Operand` for terms), index of the result, operands |
 
     Attributes:
@@ -100,8 +100,8 @@ def format_term(t: Any, depth: int = 6) -> str:
         return "..."
     if t.op == "call":
         return f"{getattr(t.args[0], '__name__', t.args[0])}({', '.join(format_term(a, depth - 1) for a in t.terms)})"
-    head = t.args[0] if t.op in ("pw", "row") else t.op
-    rest = t.args[2:] if t.op == "pw" else t.args[1:] if t.op == "row" else t.args
+    head = t.args[0] if t.op in ("pointwise", "axis_op") else t.op
+    rest = t.args[2:] if t.op == "pointwise" else t.args[1:] if t.op == "axis_op" else t.args
     return f"{head}({', '.join(format_term(a, depth - 1) for a in rest)})"
 
 
@@ -121,8 +121,8 @@ def is_const(t: Any, value: float | None = None) -> bool:
     return isinstance(t, Term) and t.op == "const" and (value is None or t.args[0] == value)
 
 
-def is_pw(t: Any, name: str) -> bool:
-    return isinstance(t, Term) and t.op == "pw" and t.args[0] == name
+def is_pointwise_term(t: Any, name: str) -> bool:
+    return isinstance(t, Term) and t.op == "pointwise" and t.args[0] == name
 
 
 def constant_value(t: Term) -> Any:

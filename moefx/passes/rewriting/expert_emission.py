@@ -116,9 +116,9 @@ class ExpertBodyEmitter:
                 return BodyValue(self.parameters.emit_all(self.group.tables[term.args[0]]), "expert", len(term.shape))
             case "value":
                 return self._emit_routed_value(term)
-            case "pw":
+            case "pointwise":
                 return self._emit_pointwise(term)
-            case "ein":
+            case "einsum":
                 return self._emit_contraction(term)
             case "call":
                 return BodyValue(self._emit_recorded_op(term), "fixed", len(term.shape))
@@ -130,7 +130,7 @@ class ExpertBodyEmitter:
             case "slice":
                 _, dim, start, stop, step = term.args
                 node = self.call(aten.slice.Tensor, (inner.node, dim + offset, start, stop, step))
-            case "at":
+            case "select":
                 node = inner.node
                 for dim, i in reversed(term.args[1]):
                     node = self.call(aten.select.int, (node, dim + offset, i))
@@ -151,8 +151,8 @@ class ExpertBodyEmitter:
                 )
             case "sum":
                 node = self.call(aten.sum.dim_IntList, (inner.node, list(term.args[0])))
-            case "row":
-                node = self._emit_row_op(term, inner)
+            case "axis_op":
+                node = self._emit_axis_op(term, inner)
             case "cat":
                 pieces = [self._as_rows(self.emit_value(a), len(term.shape)) for a in term.args[1:]]
                 return BodyValue(self.call(aten.cat.default, (pieces, term.args[0] + 1)), "row", len(term.shape))
@@ -174,7 +174,7 @@ class ExpertBodyEmitter:
         node = self.call(target, tuple(map(substitute, args)), {k: substitute(v) for k, v in kwargs})
         return node if part is None else self.call(operator.getitem, (node, part))
 
-    def _emit_row_op(self, term: Body, inner: BodyValue) -> fx.Node:
+    def _emit_axis_op(self, term: Body, inner: BodyValue) -> fx.Node:
         name, dims, _, static, _ = term.args
         x = inner.node
         match name:

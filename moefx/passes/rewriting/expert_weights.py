@@ -33,7 +33,7 @@ class ExpertWeights:
         """Apply the view steps of a slice to one parameter (`offset=0`) or to a stack of parameters (`offset=1`)."""
         for op, *arguments in steps:
             shape: Any = arguments[0] if arguments else ()
-            if op in ("at", "squeeze"):
+            if op in ("select", "squeeze"):
                 for axis, i in sorted(arguments[1], reverse=True):
                     node = self.emitter.call(aten.select.int, (node, axis + offset, i))
             elif op == "slice":
@@ -72,7 +72,7 @@ class ExpertWeights:
         k = varying[0]
         op, *arguments = first.steps[k]
         before = self._apply_steps(self._emit_parameter(first.fqn), first.steps[:k], 0)
-        if op == "at":
+        if op == "select":
             axis = arguments[1][0][0]
             numbers = [p.steps[k][2][0] for p in parts]
             other_indices = {p.steps[k][2][1:] for p in parts}

@@ -35,22 +35,22 @@ def unify(summands, ids=IDS):
 
 
 def make_product(t, row=None):
-    return T.ein(("d", "fd"), "f", (ROWS[t if row is None else row], WEIGHTS[IDS[t][0]]))
+    return T.einsum(("d", "fd"), "f", (ROWS[t if row is None else row], WEIGHTS[IDS[t][0]]))
 
 
 def test_rows_become_values_and_parameters_tables():
-    group = unify([T.pw("mul", make_product(t), T.const(2)) for t in range(3)])
+    group = unify([T.pointwise("mul", make_product(t), T.const(2)) for t in range(3)])
     assert group.ids == [0, 1, 2] and group.values == [NodeRef(X, ("t",))]
     assert [str(group.tables[0][e]) for e in group.ids] == [w.args[0] for w in WEIGHTS]
     leaves = [a for a in group.body.args if isinstance(a, Body)]
-    assert [leaf.op for leaf in leaves] == ["ein", "const"] and [a.op for a in leaves[0].args[2:]] == [
+    assert [leaf.op for leaf in leaves] == ["einsum", "const"] and [a.op for a in leaves[0].args[2:]] == [
         "value",
         "expert",
     ]
 
 
 def test_an_expert_with_another_op_is_refused():
-    summands = [make_product(t) for t in range(2)] + [T.pw("relu.default", make_product(2))]
+    summands = [make_product(t) for t in range(2)] + [T.pointwise("relu.default", make_product(2))]
     with pytest.raises(Refused, match="experts do not compute the same function"):
         unify(summands)
 
@@ -68,9 +68,11 @@ def test_an_expert_has_one_parameter():
 
 def test_skeletons_ignore_rows_weights_and_parameters():
     skeletons = Skeletons(lambda shape: set(ROWS) if shape == (D,) else set())
-    first, second = (T.pw("mul", make_product(t), T.make("node", (f"weight {t}",), ())) for t in (0, 1))
+    first, second = (T.pointwise("mul", make_product(t), T.make("node", (f"weight {t}",), ())) for t in (0, 1))
     assert skeletons.number_skeleton(first) == skeletons.number_skeleton(second)
-    assert skeletons.number_skeleton(first) != skeletons.number_skeleton(T.pw("relu.default", first))
-    halves = [skeletons.number_skeleton(T.pw("mul", first, T.const(factor))) for factor in (-1.0, -2.0)]
+    assert skeletons.number_skeleton(first) != skeletons.number_skeleton(T.pointwise("relu.default", first))
+    halves = [skeletons.number_skeleton(T.pointwise("mul", first, T.const(factor))) for factor in (-1.0, -2.0)]
     assert halves[0] != halves[1]  # hash(-1.0) == hash(-2.0)
-    assert skeletons.number_skeleton(first) != skeletons.number_skeleton(T.pw("mul", make_product(0), T.const(0.5)))
+    assert skeletons.number_skeleton(first) != skeletons.number_skeleton(
+        T.pointwise("mul", make_product(0), T.const(0.5))
+    )

@@ -18,21 +18,21 @@ ROW, SCALE = T.make("node", ("x",), (D,)), T.make("node", ("w",), ())
 
 
 def make_product(e):
-    return T.ein(("d", "fd"), "f", (ROW, T.make("param", (f"experts.{e}.weight",), (D, D))))
+    return T.einsum(("d", "fd"), "f", (ROW, T.make("param", (f"experts.{e}.weight",), (D, D))))
 
 
 def test_the_owner_is_the_position_in_the_list():
     assert OWNERS.experts_of(make_product(2)) == {2} and OWNERS.experts_of(
-        T.pw("add", make_product(0), make_product(2))
+        T.pointwise("add", make_product(0), make_product(2))
     ) == {0, 2}
     assert OWNERS.experts_of(ROW) == frozenset()
 
 
 SUMS: dict[str, Any] = {
-    "one expert's sum stays": (T.pw("add", make_product(1), T.pw("relu.default", make_product(1))), 1),
-    "experts part": (T.pw("add", make_product(0), make_product(1)), 2),
-    "an expert and the rest": (T.pw("add", make_product(0), ROW), 2),
-    "a sum without experts stays": (T.pw("add", ROW, T.pw("exp.default", ROW)), 1),
+    "one expert's sum stays": (T.pointwise("add", make_product(1), T.pointwise("relu.default", make_product(1))), 1),
+    "experts part": (T.pointwise("add", make_product(0), make_product(1)), 2),
+    "an expert and the rest": (T.pointwise("add", make_product(0), ROW), 2),
+    "a sum without experts stays": (T.pointwise("add", ROW, T.pointwise("exp.default", ROW)), 1),
     "zero": (T.const(0, (D,)), 0),
 }
 
@@ -43,13 +43,13 @@ def test_a_row_is_split_into_its_summands(row, count):
 
 
 def test_factors_are_distributed():
-    row = T.pw("mul", T.pw("add", make_product(0), make_product(1)), SCALE)
-    assert OWNERS.split_summands(row) == [T.pw("mul", make_product(e), SCALE) for e in range(2)]
+    row = T.pointwise("mul", T.pointwise("add", make_product(0), make_product(1)), SCALE)
+    assert OWNERS.split_summands(row) == [T.pointwise("mul", make_product(e), SCALE) for e in range(2)]
 
 
 def test_a_difference_has_a_negative_summand():
-    row = T.pw("sub", make_product(0), make_product(1))
-    assert OWNERS.split_summands(row) == [make_product(0), T.pw("mul", make_product(1), T.const(-1))]
+    row = T.pointwise("sub", make_product(0), make_product(1))
+    assert OWNERS.split_summands(row) == [make_product(0), T.pointwise("mul", make_product(1), T.const(-1))]
 
 
 def test_an_index_in_a_stack_is_a_number():
@@ -60,5 +60,5 @@ def test_an_index_in_a_stack_is_a_number():
 
 
 def test_slices_that_no_expert_shares():
-    places = tuple(ParameterSlice("w", (("at", (D,), ((0, i),)),)) for i in (1, 2))
+    places = tuple(ParameterSlice("w", (("select", (D,), ((0, i),)),)) for i in (1, 2))
     assert OWNERS.guess_numbers(places) == [] and OWNERS.guess_numbers(places, by_slice=True) == [1, 2]

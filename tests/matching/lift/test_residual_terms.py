@@ -74,13 +74,13 @@ def assign(*summands, placed):
 
 
 def test_a_summand_belongs_to_the_slot_of_its_weight():
-    first, second = (T.pw("mul", ROW, w) for w in WEIGHTS)
+    first, second = (T.pointwise("mul", ROW, w) for w in WEIGHTS)
     assert assign(second, first, placed=[]) == [(1, second), (0, first)]
 
 
 def test_a_sum_of_weights_is_two_summands():
-    both = T.pw("mul", ROW, T.pw("add", *WEIGHTS))
-    assert assign(both, placed=[]) == [(k, T.pw("mul", ROW, WEIGHTS[k])) for k in range(2)]
+    both = T.pointwise("mul", ROW, T.pointwise("add", *WEIGHTS))
+    assert assign(both, placed=[]) == [(k, T.pointwise("mul", ROW, WEIGHTS[k])) for k in range(2)]
 
 
 def test_a_summand_without_a_free_slot_is_refused():

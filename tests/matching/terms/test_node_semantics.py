@@ -223,7 +223,7 @@ class TestParameters:
 
 def _list_parameters(t) -> list[int]:
     """List the expert indices of the parameter slices in a term."""
-    if t.op == "at" and t.args[0].op == "param":
+    if t.op == "select" and t.args[0].op == "param":
         return [t.args[1][0][1]]
     return [i for a in t.terms for i in _list_parameters(a)]
 
@@ -284,7 +284,7 @@ class TestTakenAsItIs:
 
     def test_a_view_of_the_bits_is_taken_as_a_node(self):
         captured, S = build_terms(Fn(lambda s, x: x.view(torch.int32).view(torch.float32)), X)
-        assert all(t.op == "node" for t in (S.term(captured.out), *S.term(captured.out).terms) if t.op != "pw")
+        assert all(t.op == "node" for t in (S.term(captured.out), *S.term(captured.out).terms) if t.op != "pointwise")
 
     def test_uninitialised_is_nan(self):
         captured, S = build_terms(Fn(lambda s, x: torch.empty_like(x)), X)

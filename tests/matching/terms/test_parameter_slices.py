@@ -23,7 +23,7 @@ SLICES = {
     "w[2]": (T.pick(STACK, 0, 2), [2]),
     "w[2:4]": (T.slice(STACK, 0, 2, 4), [1]),  # the second of three blocks
     "w[1:3]": (T.slice(STACK, 0, 1, 3), []),  # no block of two rows
-    "w.cast": (T.pw("cast", STACK, dtype="bfloat16"), []),
+    "w.cast": (T.pointwise("cast", STACK, dtype="bfloat16"), []),
 }
 
 
@@ -37,7 +37,7 @@ def test_a_slice_prints_as_python_and_tells_its_experts(text):
 def test_a_slice_is_moved_but_not_computed_with():
     moved = T.reshape(T.permute(STACK, (1, 0)), (24,))
     assert is_parameter_slice(moved) and strip_moves(moved) is STACK
-    assert not is_parameter_slice(T.pw("exp.default", STACK))
+    assert not is_parameter_slice(T.pointwise("exp.default", STACK))
     mask = T.make("buffer", ("mask",), (6,))
     assert is_state_slice(mask) and not is_parameter_slice(mask)
 

@@ -13,8 +13,8 @@ D, E = 4, 3
 def make_sum(T: Terms, mask: list[float]):
     """Build the sum over experts of a masked row of their outputs."""
     weights = T.make("param", ("w",), (E, D, D))
-    outputs = T.ein(("d", "efd"), "ef", (T.make("node", ("x",), (D,)), weights))
-    return weights, outputs, T.sum(T.pw("mul", outputs, T.reshape(T.array(torch.tensor(mask)), (E, 1))), [0])
+    outputs = T.einsum(("d", "efd"), "ef", (T.make("node", ("x",), (D,)), weights))
+    return weights, outputs, T.sum(T.pointwise("mul", outputs, T.reshape(T.array(torch.tensor(mask)), (E, 1))), [0])
 
 
 def test_a_sum_over_experts_keeps_the_selected_one():
@@ -28,7 +28,7 @@ def test_a_sum_over_experts_keeps_the_selected_one():
 def test_a_sum_of_two_selected_experts_is_an_addition():
     T = Terms()
     _, outputs, total = make_sum(T, [1, 0, 1])
-    assert T.resolve(total) is T.pw("add", T.pick(outputs, 0, 0), T.pick(outputs, 0, 2))
+    assert T.resolve(total) is T.pointwise("add", T.pick(outputs, 0, 0), T.pick(outputs, 0, 2))
 
 
 def test_a_parameter_has_routed_axes_once_it_is_marked():
@@ -41,5 +41,5 @@ def test_a_parameter_has_routed_axes_once_it_is_marked():
 
 def test_a_contraction_over_features_stays_whole():
     T = Terms()
-    product = T.ein(("d", "fd"), "f", (T.make("node", ("x",), (D,)), T.make("param", ("w",), (D, D))))
+    product = T.einsum(("d", "fd"), "f", (T.make("node", ("x",), (D,)), T.make("param", ("w",), (D, D))))
     assert T.resolve(product) is product

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moefx.matching.terms.normal_form import Terms
-from moefx.matching.terms.term import OVERWRITTEN, Term, TooLarge, format_term, is_const, is_pw
+from moefx.matching.terms.term import OVERWRITTEN, Term, TooLarge, format_term, is_const, is_pointwise_term
 
 from ..numeric import check, evaluate
 
@@ -61,7 +61,7 @@ class Builder:
             self.cat,
             self.index,
             self.index_many,
-            self.put,
+            self.scatter,
             self.put_many,
             self.gather,
             self.arithmetic,
@@ -149,7 +149,7 @@ class Builder:
         columns = torch.arange(x.shape[1]).expand_as(ids)
         return self.terms.index(t, (0, 1), torch.stack([ids, columns]), 0), x.gather(0, ids)
 
-    def put(self, pair: Pair) -> Pair:
+    def scatter(self, pair: Pair) -> Pair:
         """Apply `index_add` or `index_copy` along any axis."""
         t, x = pair
         if not x.dim():
@@ -160,7 +160,7 @@ class Builder:
         source, y = self.leaf(n, *x.shape[:dim], *x.shape[dim + 1 :])
         moved = y.movedim(0, dim)
         out = x.index_add(dim, ids, moved) if accumulate else x.index_copy(dim, ids, moved)
-        return self.terms.put(t, (dim,), ids[None], source, accumulate), out
+        return self.terms.scatter(t, (dim,), ids[None], source, accumulate), out
 
     def put_many(self, pair: Pair) -> Pair:
         """Apply `index_put` to the first two axes."""
@@ -173,7 +173,7 @@ class Builder:
         a, b = flat // x.shape[1], flat % x.shape[1]
         source, y = self.leaf(n, *x.shape[2:])
         indices = torch.stack([a, b])
-        return self.terms.put(t, (0, 1), indices, source, accumulate), x.index_put((a, b), y, accumulate)
+        return self.terms.scatter(t, (0, 1), indices, source, accumulate), x.index_put((a, b), y, accumulate)
 
     # ------------------------------------------------------------------ arithmetic
     def partner(self, x: torch.Tensor) -> Pair:
@@ -185,18 +185,20 @@ class Builder:
         name = self.draw(st.sampled_from(("add", "sub", "mul")))
         if self.draw(st.booleans()):
             (t, x), (u, y) = (u, y), (t, x)
-        return self.terms.pw(name, t, u), getattr(torch, name)(x, y)
+        return self.terms.pointwise(name, t, u), getattr(torch, name)(x, y)
 
     def where(self, pair: Pair) -> Pair:
         t, x = pair
         mask = self.integers(2, *x.shape).bool()
         (u, y) = self.partner(x)
-        return self.terms.expand(self.terms.pw("where", self.terms.array(mask), t, u), x.shape), torch.where(mask, x, y)
+        return self.terms.expand(self.terms.pointwise("where", self.terms.array(mask), t, u), x.shape), torch.where(
+            mask, x, y
+        )
 
     def unary(self, pair: Pair) -> Pair:
         t, x = pair
         name = self.draw(st.sampled_from(("tanh", "sigmoid", "relu")))
-        return self.terms.pw(f"{name}.default", t), getattr(torch, name)(x)
+        return self.terms.pointwise(f"{name}.default", t), getattr(torch, name)(x)
 
     def sum(self, pair: Pair) -> Pair:
         t, x = pair
@@ -214,7 +216,7 @@ class Builder:
         out = "".join(
             c for c in self.draw(st.permutations(labels + extra)) if c not in own_labels or self.draw(st.booleans())
         )
-        return self.terms.ein([labels, own_labels + extra], out, [t, u]), torch.einsum(
+        return self.terms.einsum([labels, own_labels + extra], out, [t, u]), torch.einsum(
             f"{labels},{own_labels + extra}->{out}", x, y
         )
 
@@ -224,8 +226,8 @@ class Builder:
             return pair
         dim = self.dim(x)
         if self.draw(st.booleans()):
-            return self.terms.row("softmax", [dim], True, (), t), x.softmax(dim)
-        return self.terms.row("amax", [dim], False, (), t), x.amax(dim)
+            return self.terms.axis_op("softmax", [dim], True, (), t), x.softmax(dim)
+        return self.terms.axis_op("amax", [dim], False, (), t), x.amax(dim)
 
 
 SHAPES = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple)
@@ -252,7 +254,7 @@ def test_compositions_equal_torch(data, shape, steps):
         "index",
         "index_many",
         "gather",
-        "put",
+        "scatter",
         "put_many",
         "arithmetic",
         "where",
@@ -301,25 +303,29 @@ class TestNormalForm:
     def test_an_operation_on_zero_is_zero(self, name):
         T = Terms()
         a, zero = T.make("param", ("a",), (3,)), T.const(0, (3,))
-        assert is_const(T.pw(name, zero, a), 0)
+        assert is_const(T.pointwise(name, zero, a), 0)
 
     def test_neutral_elements_fold(self):
         T = Terms()
         a = T.make("param", ("a",), (3,))
-        assert T.pw("add", a, T.const(0)) is a and T.pw("mul", T.const(1), a) is a and T.pw("div", a, T.const(1)) is a
-        assert T.pw("sub", a, T.const(0, (3,))) is a
-        assert T.pw("sub", T.const(0, (3,)), a) is not a
-        assert T.pw("add", a, T.const(0, (2, 3))).shape == (2, 3)
+        assert (
+            T.pointwise("add", a, T.const(0)) is a
+            and T.pointwise("mul", T.const(1), a) is a
+            and T.pointwise("div", a, T.const(1)) is a
+        )
+        assert T.pointwise("sub", a, T.const(0, (3,))) is a
+        assert T.pointwise("sub", T.const(0, (3,)), a) is not a
+        assert T.pointwise("add", a, T.const(0, (2, 3))).shape == (2, 3)
 
     def test_where_folds_to_its_branch(self):
         T = Terms()
         a, b = T.make("param", ("a",), (3,)), T.make("param", ("b",), (3,))
-        assert T.pw("where", T.const(1), a, b) is a and T.pw("where", T.const(0), a, b) is b
+        assert T.pointwise("where", T.const(1), a, b) is a and T.pointwise("where", T.const(0), a, b) is b
 
     def test_constants_are_computed(self):
         T = Terms()
-        assert is_const(T.pw("exp.default", T.const(0, (2,))), 1)
-        assert T.pw("mul", T.array(torch.tensor([1.0, 2.0])), T.const(3)).op == "array"
+        assert is_const(T.pointwise("exp.default", T.const(0, (2,))), 1)
+        assert T.pointwise("mul", T.array(torch.tensor([1.0, 2.0])), T.const(3)).op == "array"
         assert is_const(T.array(torch.full((2, 2), 5)), 5)
 
     def test_nan_is_one_constant(self):
@@ -330,46 +336,52 @@ class TestNormalForm:
     def test_one_hot_contraction_is_the_row(self):
         T = Terms()
         w = T.make("param", ("w",), (3, 4))
-        rows = T.ein(["te", "ed"], "td", [T.array(torch.eye(3)[[2, 0]]), w])
+        rows = T.einsum(["te", "ed"], "td", [T.array(torch.eye(3)[[2, 0]]), w])
         assert T.resolve(T.pick(rows, 0, 0)) is T.pick(w, 0, 2) and T.resolve(T.pick(rows, 0, 1)) is T.pick(w, 0, 0)
 
     def test_masked_sum_over_experts_is_one_summand(self):
         T = Terms()
         y, mask = T.make("param", ("y",), (2, 3, 4)), T.array(torch.tensor([[0.0, 1, 0], [1, 0, 1]]))
-        out = T.sum(T.pw("mul", y, T.reshape(mask, (2, 3, 1))), [1])
+        out = T.sum(T.pointwise("mul", y, T.reshape(mask, (2, 3, 1))), [1])
         assert T.resolve(T.pick(out, 0, 0)) is T.pick_axes(y, {0: 0, 1: 1})
         assert T.resolve(T.pick(out, 0, 1)).args[0] == "add"
 
     def test_masked_softmax_entry_is_zero(self):
         T = Terms()
         scores = T.make("param", ("s",), (2, 3))
-        masked = T.pw("where", T.array(torch.tensor([[1, 0, 1], [1, 1, 0]])), scores, T.const(-math.inf))
-        weights = T.row("softmax", [1], True, (), masked)
+        masked = T.pointwise("where", T.array(torch.tensor([[1, 0, 1], [1, 1, 0]])), scores, T.const(-math.inf))
+        weights = T.axis_op("softmax", [1], True, (), masked)
         assert is_const(T.pick_axes(weights, {0: 0, 1: 1}), 0) and not is_const(T.pick_axes(weights, {0: 0, 1: 0}))
 
     def test_repeated_detaches_are_merged_and_casts_are_not(self):
         T = Terms()
         a = T.make("param", ("a",), (3,))
-        once = T.pw("detach", a)
-        assert T.pw("detach", once) is once and is_pw(once, "detach") and not is_pw(a, "detach")
-        assert T.pw("cast", T.const(2), dtype="float32") is T.const(2)
-        assert T.pw("cast", a, dtype="float32") is not T.pw("cast", a, dtype="bfloat16")
+        once = T.pointwise("detach", a)
+        assert (
+            T.pointwise("detach", once) is once
+            and is_pointwise_term(once, "detach")
+            and not is_pointwise_term(a, "detach")
+        )
+        assert T.pointwise("cast", T.const(2), dtype="float32") is T.const(2)
+        assert T.pointwise("cast", a, dtype="float32") is not T.pointwise("cast", a, dtype="bfloat16")
 
     def test_rows_that_are_overwritten_at_once_are_distinguished(self):
         """Distinguish rows that one op writes to the same position: gradients reach all of them, not only the last."""
         T = Terms()
         base, new = T.make("param", ("b",), (3, 2)), T.make("param", ("n",), (2, 2))
-        out = T.put(base, (0,), torch.tensor([[1, 1]]), new, False)
+        out = T.scatter(base, (0,), torch.tensor([[1, 1]]), new, False)
         both = T.pick(new, 0, 0), T.pick(new, 0, 1)
-        assert T.pick(out, 0, 1) is T.pw(OVERWRITTEN, *both) and T.pick(out, 0, 0) is T.pick(base, 0, 0)
-        again = T.put(T.put(base, (0,), torch.tensor([[1]]), new, False), (0,), torch.tensor([[1]]), both[1], False)
+        assert T.pick(out, 0, 1) is T.pointwise(OVERWRITTEN, *both) and T.pick(out, 0, 0) is T.pick(base, 0, 0)
+        again = T.scatter(
+            T.scatter(base, (0,), torch.tensor([[1]]), new, False), (0,), torch.tensor([[1]]), both[1], False
+        )
         assert T.pick(again, 0, 1) is both[1]
 
     def test_long_chain_of_adds_does_not_recurse(self):
         T = Terms()
         out = T.const(0, (4, 2))
         for e in range(3000):
-            out = T.put(out, (0,), torch.tensor([[e % 4]]), T.make("param", (f"e{e}",), (1, 2)), True)
+            out = T.scatter(out, (0,), torch.tensor([[e % 4]]), T.make("param", (f"e{e}",), (1, 2)), True)
         assert format_term(T.pick(out, 0, 3), 1).startswith("add(")
 
     def test_columns_of_several_slots(self):
@@ -380,13 +392,16 @@ class TestNormalForm:
         gathered = T.index(w, (0,), chosen, 0)  # [T, K, 3, 2]
         for order, sizes in (((0, 2, 1, 3), (2, 2)), ((0, 2, 3, 1), (2, 2))):
             wide = T.reshape(T.permute(gathered, order), (4, 3, 4))
-            for act in (lambda t: t, lambda t: T.pw("relu.default", T.pw("add", t, T.make("param", ("b",), (1,))))):
-                h = T.reshape(act(T.ein(("nd", "ndm"), "nm", (x, wide))), (4, *sizes))
+            for act in (
+                lambda t: t,
+                lambda t: T.pointwise("relu.default", T.pointwise("add", t, T.make("param", ("b",), (1,)))),
+            ):
+                h = T.reshape(act(T.einsum(("nd", "ndm"), "nm", (x, wide))), (4, *sizes))
                 for t, k in ((0, 1), (1, 0), (2, 1)):
                     slot = 1 if order[2] == 1 else 2
                     found = T.pick(T.pick(h, 0, t), slot - 1, k)
                     expert = T.pick(w, 0, int(chosen[0, t, k]))
-                    assert found is act(T.ein(("d", "df"), "f", (T.pick(x, 0, t), expert)))
+                    assert found is act(T.einsum(("d", "df"), "f", (T.pick(x, 0, t), expert)))
 
     def test_too_many_picks_raise(self):
         T = Terms(max_picks=3)
@@ -398,9 +413,9 @@ class TestNormalForm:
     def test_terms_print_shortened(self):
         T = Terms()
         a = T.make("param", ("gate.weight",), (3,))
-        assert repr(T.pw("mul", a, T.const(2.5))) == "mul(gate.weight, 2.5)"
-        assert "..." in format_term(T.pw("exp.default", T.pw("exp.default", a)), 1)
-        assert "row" not in format_term(T.row("softmax", [0], True, (), a))
+        assert repr(T.pointwise("mul", a, T.const(2.5))) == "mul(gate.weight, 2.5)"
+        assert "..." in format_term(T.pointwise("exp.default", T.pointwise("exp.default", a)), 1)
+        assert "row" not in format_term(T.axis_op("softmax", [0], True, (), a))
 
     def test_evaluator_agrees_with_itself(self):
         T = Terms()

@@ -26,7 +26,7 @@ def _as_result(builder: TermBuilder, n: fx.Node, a: Term) -> Term:
     """Cast the operand to the dtype of the result, as the op (by its `dtype`) or autocast does first."""
     old, new = n.args[0].meta["val"].dtype, n.meta["val"].dtype
     cast = old != new and old.is_floating_point
-    return builder.terms.pw("cast", a, dtype=str(new).removeprefix("torch.")) if cast else a
+    return builder.terms.pointwise("cast", a, dtype=str(new).removeprefix("torch.")) if cast else a
 
 
 @rule("sum")
@@ -45,18 +45,20 @@ def _mean(
     return _reshape_to_result(
         builder,
         n,
-        builder.terms.pw("div", builder.terms.sum(a, dims), builder.terms.const(math.prod(a.shape[d] for d in dims))),
+        builder.terms.pointwise(
+            "div", builder.terms.sum(a, dims), builder.terms.const(math.prod(a.shape[d] for d in dims))
+        ),
     )
 
 
 @rule("_softmax", "_log_softmax", "softmax", "log_softmax")
 def _softmax(builder: TermBuilder, n: fx.Node, a: Term, dim: int, *_: Any) -> Term:
-    return builder.terms.row("log_softmax" if "log" in get_op_name(n) else "softmax", [dim], True, (), a)
+    return builder.terms.axis_op("log_softmax" if "log" in get_op_name(n) else "softmax", [dim], True, (), a)
 
 
 @rule("cumsum", "cumprod", "logcumsumexp")
 def _scan(builder: TermBuilder, n: fx.Node, a: Term, dim: int, **kw: Any) -> Term:
-    return builder.terms.row(get_op_name(n), [dim], True, (), a)
+    return builder.terms.axis_op(get_op_name(n), [dim], True, (), a)
 
 
 @rule("amax", "amin", "logsumexp", "prod", "argmax")
@@ -65,7 +67,7 @@ def _reduce(
 ) -> Term | None:
     if kw.get("dtype") is not None:
         return None
-    return _reshape_to_result(builder, n, builder.terms.row(get_op_name(n), _dims(a, dim), False, (), a))
+    return _reshape_to_result(builder, n, builder.terms.axis_op(get_op_name(n), _dims(a, dim), False, (), a))
 
 
 @rule("linalg_vector_norm")
@@ -82,7 +84,9 @@ def _vector_norm(
     return (
         None
         if dtype is not None
-        else _reshape_to_result(builder, n, builder.terms.row("linalg_vector_norm", _dims(a, dim), False, (ord,), a))
+        else _reshape_to_result(
+            builder, n, builder.terms.axis_op("linalg_vector_norm", _dims(a, dim), False, (ord,), a)
+        )
     )
 
 
@@ -100,7 +104,7 @@ def _var(
     if isinstance(unbiased, bool):
         correction = 1 if unbiased else 0
     return _reshape_to_result(
-        builder, n, builder.terms.row("var", _dims(a, dim), False, (1 if correction is None else correction,), a)
+        builder, n, builder.terms.axis_op("var", _dims(a, dim), False, (1 if correction is None else correction,), a)
     )
 
 
@@ -108,8 +112,8 @@ def _var(
 def _rms_norm(
     builder: TermBuilder, n: fx.Node, x: Term, shape: Any, weight: Term | None = None, eps: Any = None
 ) -> Term:
-    out = builder.terms.row("rms_norm", range(-len(shape), 0), True, (eps,), _as_result(builder, n, x))
-    return out if weight is None else builder.terms.pw("mul", out, weight)
+    out = builder.terms.axis_op("rms_norm", range(-len(shape), 0), True, (eps,), _as_result(builder, n, x))
+    return out if weight is None else builder.terms.pointwise("mul", out, weight)
 
 
 def norm(builder: TermBuilder, bundle: fx.Node) -> Term:
@@ -117,12 +121,12 @@ def norm(builder: TermBuilder, bundle: fx.Node) -> Term:
     layer = get_op_name(bundle) == "native_layer_norm"
     x, shape, weight, *rest = (builder.value(a) for a in bundle.args)
     bias, eps = rest if layer else (None, rest[0])
-    out = builder.terms.row("layer_norm" if layer else "rms_norm", range(-len(shape), 0), True, (eps,), x)
+    out = builder.terms.axis_op("layer_norm" if layer else "rms_norm", range(-len(shape), 0), True, (eps,), x)
     if weight is not None:
-        out = builder.terms.pw("mul", out, weight)
+        out = builder.terms.pointwise("mul", out, weight)
     if bias is not None:
-        out = builder.terms.pw("add", out, bias)
-    return out if bundle.meta["grad"] else builder.terms.pw("detach", out)
+        out = builder.terms.pointwise("add", out, bias)
+    return out if bundle.meta["grad"] else builder.terms.pointwise("detach", out)
 
 
 def batch_norm(builder: TermBuilder, bundle: fx.Node) -> Term | None:
@@ -135,11 +139,13 @@ def batch_norm(builder: TermBuilder, bundle: fx.Node) -> Term | None:
     def row(t: Term) -> Term:
         return terms.reshape(t, channels)
 
-    out = terms.pw(
-        "mul", terms.pw("sub", x, row(mean)), row(terms.pw("rsqrt", terms.pw("add", var, terms.const(bundle.args[7]))))
+    out = terms.pointwise(
+        "mul",
+        terms.pointwise("sub", x, row(mean)),
+        row(terms.pointwise("rsqrt", terms.pointwise("add", var, terms.const(bundle.args[7])))),
     )
     if weight is not None:
-        out = terms.pw("mul", out, row(weight))
+        out = terms.pointwise("mul", out, row(weight))
     if bias is not None:
-        out = terms.pw("add", out, row(bias))
-    return out if bundle.meta["grad"] else terms.pw("detach", out)
+        out = terms.pointwise("add", out, row(bias))
+    return out if bundle.meta["grad"] else terms.pointwise("detach", out)

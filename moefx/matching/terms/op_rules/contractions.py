@@ -28,8 +28,8 @@ def _linear(
     b = bias if b is None else b
     x, w, b = _autocast(builder, n, x, w, b)
     lead = _LETTERS[: len(x.shape) - 1]
-    out = builder.terms.ein([lead + "y", "zy"], lead + "z", [x, w])
-    return out if b is None else builder.terms.pw("add", out, b)
+    out = builder.terms.einsum([lead + "y", "zy"], lead + "z", [x, w])
+    return out if b is None else builder.terms.pointwise("add", out, b)
 
 
 def _autocast(builder: TermBuilder, n: fx.Node, *operands: Term | None) -> list[Term | None]:
@@ -40,7 +40,7 @@ def _autocast(builder: TermBuilder, n: fx.Node, *operands: Term | None) -> list[
     for t, a in zip(operands, [*flat, *[None] * len(operands)], strict=False):
         old = a.meta["val"].dtype if a is not None else dtype
         out.append(
-            builder.terms.pw("cast", t, dtype=str(dtype).removeprefix("torch."))
+            builder.terms.pointwise("cast", t, dtype=str(dtype).removeprefix("torch."))
             if t is not None and old != dtype and old.is_floating_point
             else t
         )
@@ -60,7 +60,7 @@ def _matmul(builder: TermBuilder, n: fx.Node, x: Term, w: Term, **kw: Any) -> Te
             big = max(x.shape[left.index(label)], w.shape[right.index(label)])
             x = builder.terms.expand(x, [big if s == label else m for s, m in zip(left, x.shape, strict=True)])
             w = builder.terms.expand(w, [big if s == label else m for s, m in zip(right, w.shape, strict=True)])
-    return builder.terms.ein([left, right], batch + ("x" if a > 1 else "") + ("z" if b > 1 else ""), [x, w])
+    return builder.terms.einsum([left, right], batch + ("x" if a > 1 else "") + ("z" if b > 1 else ""), [x, w])
 
 
 @rule("addmm", "baddbmm", "addmv")
@@ -68,15 +68,15 @@ def _addmm(
     builder: TermBuilder, n: fx.Node, bias: Term, x: Term, w: Term, *, beta: float = 1, alpha: float = 1
 ) -> Term:
     out = (
-        builder.terms.ein(["axy", "ayz"], "axz", [x, w])
+        builder.terms.einsum(["axy", "ayz"], "axz", [x, w])
         if len(x.shape) == 3
-        else builder.terms.ein(["xy", "yz" if len(w.shape) > 1 else "y"], "xz" if len(w.shape) > 1 else "x", [x, w])
+        else builder.terms.einsum(["xy", "yz" if len(w.shape) > 1 else "y"], "xz" if len(w.shape) > 1 else "x", [x, w])
     )
     if alpha != 1:
-        out = builder.terms.pw("mul", out, builder.terms.const(alpha))
+        out = builder.terms.pointwise("mul", out, builder.terms.const(alpha))
     if beta != 1:
-        bias = builder.terms.pw("mul", bias, builder.terms.const(beta))
-    return builder.terms.pw("add", out, bias)
+        bias = builder.terms.pointwise("mul", bias, builder.terms.const(beta))
+    return builder.terms.pointwise("add", out, bias)
 
 
 @rule("convolution")
@@ -108,8 +108,12 @@ def _convolution(
     out, inner = w.shape[0] // groups, w.shape[1]
     x = builder.terms.reshape(x, (x.shape[0], groups, inner, *x.shape[2:]))
     w = builder.terms.reshape(w, (groups, out, inner))
-    y = builder.terms.reshape(builder.terms.ein([f"xgy{at}", "gzy"], f"xgz{at}", [x, w]), n.meta["val"].shape)
-    return y if b is None else builder.terms.pw("add", y, builder.terms.reshape(b, (w.shape[0] * out, *[1] * space)))
+    y = builder.terms.reshape(builder.terms.einsum([f"xgy{at}", "gzy"], f"xgz{at}", [x, w]), n.meta["val"].shape)
+    return (
+        y
+        if b is None
+        else builder.terms.pointwise("add", y, builder.terms.reshape(b, (w.shape[0] * out, *[1] * space)))
+    )
 
 
 @rule("einsum")
@@ -138,7 +142,7 @@ def _einsum(builder: TermBuilder, n: fx.Node, equation: Any, *operands: Any) -> 
         for x, m in zip(s, t.shape, strict=True):
             sizes[x] = m if m != 1 else sizes.get(x, 1)
     parts = [builder.terms.expand(t, [sizes[x] for x in s]) for s, t in zip(inputs, parts, strict=True)]
-    return builder.terms.ein(inputs, out, parts)
+    return builder.terms.einsum(inputs, out, parts)
 
 
 @rule("_grouped_mm", "grouped_mm", "grouped_mm_fallback")
@@ -152,7 +156,7 @@ def _grouped_mm(
     groups = torch.arange(len(bounds) - 1).repeat_interleave(torch.tensor(bounds).diff())
     used = builder.terms.slice(x, 0, 0, bounds[-1])
     weights = builder.terms.index(w, (0,), groups[None], 0)
-    out = builder.terms.ein(["by", "byz"], "bz", [used, weights])
+    out = builder.terms.einsum(["by", "byz"], "bz", [used, weights])
     if bounds[-1] < x.shape[0]:
         out = builder.terms.cat([out, builder.terms.const(math.nan, (x.shape[0] - bounds[-1], w.shape[2]))], 0)
     return out
