@@ -47,7 +47,7 @@ def _evaluate_op(t: Term, value: Any, values: Mapping[Any, torch.Tensor]) -> tor
             return torch.einsum(f"{','.join(args[0])}->{args[1]}", *map(value, args[2:]))
         case "axis_op":
             name, dims, _, static, inner = args
-            return _evaluate_row(name, list(dims), static, value(inner))
+            return _evaluate_axis_op(name, list(dims), static, value(inner))
         case "sum":
             return value(args[1]).sum(tuple(args[0]))
         case "reshape":
@@ -95,7 +95,7 @@ def _evaluate_elementwise(name: str, kwargs: dict[str, Any], items: list[Any]) -
     return (getattr(op, overload) if overload else op)(*items, **kwargs)
 
 
-def _evaluate_row(name: str, dims: list[int], static: tuple, x: torch.Tensor) -> torch.Tensor:
+def _evaluate_axis_op(name: str, dims: list[int], static: tuple, x: torch.Tensor) -> torch.Tensor:
     if name in ("softmax", "log_softmax", "cumsum"):
         return getattr(torch, name)(x, dims[0])
     if name == "layer_norm":

@@ -47,13 +47,13 @@ def find_limits(capture: Capture, lengths: Set[tuple[Source, ...]] = frozenset()
 def _find_limits(capture: Capture, lengths: Set[tuple[Source, ...]]) -> dict[OpSite, int | None]:
     limits: dict[OpSite, int | None] = {}
 
-    def note(site: OpSite, limit: int, is_reached: bool) -> None:
+    def log_limit(site: OpSite, limit: int, is_reached: bool) -> None:
         limits[site] = None if is_reached or limits.get(site, limit) is None else limit
 
     for read in capture.reads:
         op, limit = read.comparison or ("", None)
         if read.call_stack in lengths and op in ORDERED and type(limit) is int and limit > 1:
-            note((read.source, "length"), limit, bool(read.value) is (op in ("gt", "ge")))
+            log_limit((read.source, "length"), limit, bool(read.value) is (op in ("gt", "ge")))
     for n in capture.nodes:
         if n.op != "call_function":
             continue
@@ -62,7 +62,7 @@ def _find_limits(capture: Capture, lengths: Set[tuple[Source, ...]]) -> dict[OpS
             limits[site] = dtype_limit
         elif limits.get(site, UNKNOWN) is not None:  # else another iteration of a loop reached it
             for limit, is_reached in _find_op_limits(capture, n):
-                note(site, limit, is_reached)
+                log_limit(site, limit, is_reached)
     return limits
 
 
@@ -75,7 +75,7 @@ def _find_op_limits(capture: Capture, n: fx.Node) -> Iterator[tuple[int, bool]]:
         return
     for number, limit, is_reached, has_both in _find_compared(capture, n, name):
         ranges, is_routed = IntegerRanges.with_more_tokens(capture), depends_on_routing(number)
-        if has_loads(capture, number) and not _grows(ranges, number):
+        if has_loads(capture, number) and not _may_grow(ranges, number):
             continue  # more tokens do not reach the limit
         if is_routed and not _is_count(ranges, number, limit):
             yield UNKNOWN, has_both
@@ -220,9 +220,9 @@ def _is_count(ranges: IntegerRanges, n: fx.Node, limit: int) -> bool:
     seen, stack = {n}, [n]
     while stack:
         step = stack.pop()
-        if step.op != "call_function" or not _grows(ranges, step):
+        if step.op != "call_function" or not _may_grow(ranges, step):
             continue
-        grown = [a for a in step.all_input_nodes if _grows(ranges, a)]
+        grown = [a for a in step.all_input_nodes if _may_grow(ranges, a)]
         if _breaks_count(ranges, step, grown, limit):
             return False
         stack += [a for a in grown if a not in seen]
@@ -230,7 +230,7 @@ def _is_count(ranges: IntegerRanges, n: fx.Node, limit: int) -> bool:
     return True
 
 
-def _grows(ranges: IntegerRanges, n: fx.Node) -> bool:
+def _may_grow(ranges: IntegerRanges, n: fx.Node) -> bool:
     return depends_on_routing(n) and not _is_bounded(ranges, n)
 
 

@@ -193,15 +193,15 @@ def depends_on_routing(node: Any) -> bool:
 
 def depends_on_call(node: fx.Node) -> bool:
     """Return whether a value depends on integers that may differ in the next call: arguments or buffers."""
-    return _depends(node, "from_call", lambda n: n.op == "placeholder" or is_state(n))
+    return _fold_dependence(node, "from_call", lambda n: n.op == "placeholder" or is_state(n))
 
 
 def depends_on_arguments(node: fx.Node) -> bool:
     """Return whether a value depends on integers that are arguments."""
-    return _depends(node, "from_arguments", lambda n: n.op == "placeholder")
+    return _fold_dependence(node, "from_arguments", lambda n: n.op == "placeholder")
 
 
-def _depends(node: fx.Node, name: str, is_first: Callable[[fx.Node], bool]) -> bool:
+def _fold_dependence(node: fx.Node, name: str, is_first: Callable[[fx.Node], bool]) -> bool:
     def inputs_of(n: fx.Node) -> list[fx.Node]:
         return [] if n.target in SHAPE_ONLY or is_abstract(n) else n.all_input_nodes
 

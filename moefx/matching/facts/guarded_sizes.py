@@ -25,12 +25,12 @@ def find_sizes(arguments: Arguments, guards: Sequence[SizeGuard], tokens: int) -
     The first three differ in each axis that a guard such as `S == 1` does not fix. The list is empty without three:
     numbers that depend on the sizes would look like constants. It is also empty if a guard excludes all tokens.
     """
-    fixed = _fixed(arguments, guards)
+    fixed = _find_fixed_axes(arguments, guards)
     if 0 in fixed.values():
         return []
     free = [dim for dim in arguments.dims if dim not in fixed]
-    fitting = {tuple(s.values()): s for s in _candidates(arguments, free, fixed) if _hold(guards, s)}
-    sorted_sizes = sorted(fitting.values(), key=_cost(arguments, tokens))
+    fitting = {tuple(s.values()): s for s in _list_sizes(arguments, free, fixed) if _all_hold(guards, s)}
+    sorted_sizes = sorted(fitting.values(), key=_make_cost(arguments, tokens))
     chosen: list[dict[str, int]] = []
     for sizes in sorted_sizes:
         if len(chosen) < _MIN_SIZES and all(sizes[d] != other[d] for other in chosen for d in free):
@@ -46,9 +46,9 @@ def find_sequence(arguments: Arguments, guards: Sequence[SizeGuard], tokens: int
     If no sizes fit, return one sequence of `tokens` tokens.
     """
     single_sequence = arguments.choose_sequence(tokens)
-    if _hold(guards, single_sequence):
+    if _all_hold(guards, single_sequence):
         return single_sequence
-    fixed = _fixed(arguments, guards)
+    fixed = _find_fixed_axes(arguments, guards)
     if 0 in fixed.values():
         return single_sequence
     free = [dim for dim in reversed(arguments.dims) if dim not in fixed]
@@ -61,7 +61,7 @@ def find_sequence(arguments: Arguments, guards: Sequence[SizeGuard], tokens: int
             least = max(1, -(-tokens // tokens_per_index))
             for n in range(least, least + _NEAR // tokens_per_index + 1):
                 sizes = {dim: known.get(dim, n) for dim in arguments.dims}
-                if not _hold(guards, sizes):
+                if not _all_hold(guards, sizes):
                     continue
                 if n * tokens_per_index <= tokens + tokens // 8:
                     return sizes
@@ -70,7 +70,7 @@ def find_sequence(arguments: Arguments, guards: Sequence[SizeGuard], tokens: int
     return fewest[1]
 
 
-def _fixed(arguments: Arguments, guards: Sequence[SizeGuard]) -> dict[str, int]:
+def _find_fixed_axes(arguments: Arguments, guards: Sequence[SizeGuard]) -> dict[str, int]:
     """Return the axes that a guard such as `S == 1` fixes."""
     return {
         g.left: int(g.right)
@@ -79,7 +79,7 @@ def _fixed(arguments: Arguments, guards: Sequence[SizeGuard]) -> dict[str, int]:
     }
 
 
-def _candidates(arguments: Arguments, free: list[str], fixed: dict[str, int]) -> Iterator[dict[str, int]]:
+def _list_sizes(arguments: Arguments, free: list[str], fixed: dict[str, int]) -> Iterator[dict[str, int]]:
     """Yield sizes with one long free axis and short others."""
     most = MAX_TOKENS // arguments.tokens_per_unit
     for long in free:
@@ -91,14 +91,14 @@ def _candidates(arguments: Arguments, free: list[str], fixed: dict[str, int]) ->
                 yield {dim: known.get(dim, n) for dim in arguments.dims}
 
 
-def _hold(guards: Sequence[SizeGuard], sizes: dict[str, int]) -> bool:
+def _all_hold(guards: Sequence[SizeGuard], sizes: dict[str, int]) -> bool:
     try:
         return all(g.holds(sizes) for g in guards)
     except ArithmeticError:
         return False
 
 
-def _cost(arguments: Arguments, tokens: int) -> Callable[[dict[str, int]], int]:
+def _make_cost(arguments: Arguments, tokens: int) -> Callable[[dict[str, int]], int]:
     def cost(sizes: dict[str, int]) -> int:
         distance = abs(arguments.tokens_per_unit * math.prod(sizes.values()) - tokens)
         return arguments.numbers.cost(sizes, arguments.tokens_per_unit) + COST_OF_DOUBLE_TOKENS * distance // tokens

@@ -126,7 +126,7 @@ class Unifier:
                 body = self._decompose(positions, terms)
             except Refused:
                 # the last resort: a vector per slot, which the program computes for all slots at once
-                if first.op == "const" or (ref := self.lookup.find(positions, terms, wide=True)) is None:
+                if first.op == "const" or (ref := self.lookup.find(positions, terms, may_differ_by_slot=True)) is None:
                     raise
                 body = self._add_value(ref, first)
         self.bodies[key] = body

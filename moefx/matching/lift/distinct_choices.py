@@ -145,13 +145,13 @@ class _Derivations:
         stack = [node]
         while stack:
             n = stack[-1]
-            unseen = [a for a in _integer_inputs(n) if a not in self._known] if n not in self._known else []
+            unseen = [a for a in _list_integer_inputs(n) if a not in self._known] if n not in self._known else []
             stack += unseen
             if not unseen:
                 stack.pop()
                 if n not in self._known:
                     self._known[n] = self._derive_node(n) if _holds_integers(n) else None
-                    if not is_random(_producer(n)):
+                    if not is_random(_find_op(n)):
                         self._known[n] = self._same.setdefault(_describe_run(n), self._known[n])
         return self._known[node]
 
@@ -161,7 +161,7 @@ class _Derivations:
             return None
         if _is_constant(node):
             is_counting = val.numel() in self._tokens and len(val.unique()) > 1
-            return None if is_counting else [_constant(val)]
+            return None if is_counting else [_derive_constant(val)]
         chosen = self._derive_selection(node, val.shape)
         if chosen is not None:
             return [chosen._replace(values=chosen.values.to(val.dtype))]
@@ -184,11 +184,11 @@ class _Derivations:
             return True
         if self._fixed is None or shapes:
             return False
-        return any(self._fixed.get(at) is None for at in collect_numbers([_producer(node)]))
+        return any(self._fixed.get(at) is None for at in collect_numbers([_find_op(node)]))
 
     def _derive_selection(self, node: fx.Node, shape: torch.Size) -> Derivation | None:
         """Derive the result of a selection among scores, or among different numbers."""
-        name, producer = get_op_name(node), _producer(node)
+        name, producer = get_op_name(node), _find_op(node)
         if not producer.all_input_nodes or not shape:
             return None
         source_shape = getattr(producer.all_input_nodes[0].meta.get("val"), "shape", ())
@@ -281,7 +281,9 @@ class _Derivations:
         """Derive a `where` with an unknown mask: the derivations of both branches."""
         branch_derivations: list[Derivation] = []
         for branch in branches:
-            derivations = self._known[branch] if isinstance(branch, fx.Node) else [_constant(torch.tensor(branch))]
+            derivations = (
+                self._known[branch] if isinstance(branch, fx.Node) else [_derive_constant(torch.tensor(branch))]
+            )
             if derivations is None or len(branch_derivations) + len(derivations) > _MAX_DERIVATIONS:
                 return None
             for variable, values in derivations:
@@ -293,7 +295,7 @@ class _Derivations:
 
     def _derive_computation(self, node: fx.Node) -> list[Derivation] | None:
         """Derive an op that moves numbers, or computes with those of one variable."""
-        by = _producer(node)
+        by = _find_op(node)
         name, inputs = get_op_name(by), by.all_input_nodes
         derivations_of_inputs = [derivations for a in inputs if (derivations := self._known[a]) is not None]
         if name == "scatter" and len(derivations_of_inputs) == len(inputs) and not isinstance(by.args[3], fx.Node):
@@ -316,19 +318,19 @@ class _Derivations:
             derivation_by_input = dict(zip(inputs, derivations, strict=True))
             values = torch.stack(
                 [
-                    _call(node, {a: derivation.at(n) for a, derivation in derivation_by_input.items()})
-                    for n in range(_max_positions(derivations))
+                    _run_again(node, {a: derivation.at(n) for a, derivation in derivation_by_input.items()})
+                    for n in range(_find_max_positions(derivations))
                 ]
             )
             if computes:
-                variable = _common_variable(
+                variable = _find_common_variable(
                     [derivation.variable.expand(values.shape[1:]) for derivation in derivations]
                 )
             elif looks_up:
                 indices = {a: derivation.at(0) for a, derivation in derivation_by_input.items()}
-                variable = _call(node, indices | {inputs[0]: derivations[0].variable})
+                variable = _run_again(node, indices | {inputs[0]: derivations[0].variable})
             else:
-                variable = _call(
+                variable = _run_again(
                     node, {a: derivation.variable for a, derivation in derivation_by_input.items()}, padding=0
                 )
             if variable is None:
@@ -343,17 +345,17 @@ class _Derivations:
 
 
 def _describe_run(node: fx.Node) -> str:
-    by = _producer(node)
+    by = _find_op(node)
     return str((by.op, by.target, by.args, by.kwargs, node.args[1] if by is not node else ""))
 
 
-def _producer(node: fx.Node) -> fx.Node:
+def _find_op(node: fx.Node) -> fx.Node:
     """Return the op itself, if the node is one of its several results."""
     return node.args[0] if get_op_name(node) == "getitem" and isinstance(node.args[0], fx.Node) else node
 
 
-def _integer_inputs(node: fx.Node) -> list[fx.Node]:
-    return [] if not _holds_integers(node) or _is_constant(node) else _producer(node).all_input_nodes
+def _list_integer_inputs(node: fx.Node) -> list[fx.Node]:
+    return [] if not _holds_integers(node) or _is_constant(node) else _find_op(node).all_input_nodes
 
 
 def _holds_integers(node: fx.Node) -> bool:
@@ -369,22 +371,22 @@ def _is_constant(node: fx.Node) -> bool:
     return is_made and not is_random(node) and "empty" not in get_op_name(node)
 
 
-def _constant(val: torch.Tensor) -> Derivation:
+def _derive_constant(val: torch.Tensor) -> Derivation:
     return Derivation(torch.zeros(val.shape, dtype=torch.int64), val[None])
 
 
-def _max_positions(derivations: Iterable[Derivation]) -> int:
+def _find_max_positions(derivations: Iterable[Derivation]) -> int:
     return max((len(derivation.values) for derivation in derivations), default=0)
 
 
-def _common_variable(variables: list[torch.Tensor]) -> torch.Tensor | None:
+def _find_common_variable(variables: list[torch.Tensor]) -> torch.Tensor | None:
     """Return the variable on which each element depends; None if some element depends on two."""
     common = torch.stack(variables).amax(0)
     return common if all(bool(((c == 0) | (c == common)).all()) for c in variables) else None
 
 
-def _call(node: fx.Node, inputs: dict[fx.Node, torch.Tensor], **changed: Any) -> torch.Tensor:
-    by = _producer(node)
+def _run_again(node: fx.Node, inputs: dict[fx.Node, torch.Tensor], **changed: Any) -> torch.Tensor:
+    by = _find_op(node)
     args, kwargs = fx.node.map_arg((by.args, by.kwargs), inputs.__getitem__)
     if "padding" in changed and get_op_name(by) == "constant_pad_nd":
         args = *args[:2], changed["padding"]

@@ -106,7 +106,7 @@ class _IndexSearch:
         are_own = None not in numbers.values() and len(set(numbers.values())) == len(numbers)
         self.own_numbers: dict[OwnerKey, int] | None = numbers if are_own else None  # type: ignore[assignment]
 
-    def _integers(self) -> Iterator[tuple[fx.Node, torch.Tensor]]:
+    def _list_integers(self) -> Iterator[tuple[fx.Node, torch.Tensor]]:
         for n in self.nodes:
             val = n.meta.get("val")
             if isinstance(val, torch.Tensor) and not isinstance(val, FakeTensor):
@@ -115,7 +115,7 @@ class _IndexSearch:
     def list_candidates(self, inside: set[fx.Node]) -> list[tuple[NodeRef, torch.Tensor]]:
         """List views of integer nodes as [T, K], the likeliest first. A boolean selects one of two experts."""
         candidates = []
-        for position, (n, val) in enumerate(self._integers()):
+        for position, (n, val) in enumerate(self._list_integers()):
             if val.dtype is not torch.uint8:
                 is_boolean = val.dtype is torch.bool
                 for axes, flat in enumerate_slot_views(val, self.tokens, self.sequences):
@@ -186,7 +186,7 @@ class _IndexSearch:
                 return None
             columns = tuple(c for c, _ in parts)
             return NodeRef(columns[0].node, ref.axes, columns), torch.cat([ids for _, ids in parts], dim=1)
-        for n, val in self._integers():
+        for n, val in self._list_integers():
             if n.meta["index"] == ref.node.meta["index"] and n.target == ref.node.target:
                 if "m" in ref.axes:
                     return NodeRef(n, ref.axes), torch.arange(val.shape[-1]).expand(self.num_tokens, -1)
@@ -221,7 +221,7 @@ class _IndexSearch:
     def find_mask(self) -> ExpertIndex | None:
         """Find a mask of the selected experts, such as a threshold. Every expert is a slot then; most are dropped."""
         lowest = max(self.own_numbers.values()) + 1 if self.own_numbers is not None else self.widest
-        for n, val in self._integers():
+        for n, val in self._list_integers():
             if (
                 val.dtype != torch.bool
                 or tuple(val.shape[:-1]) not in (self.tokens, (self.num_tokens,))

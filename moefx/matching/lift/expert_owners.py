@@ -96,14 +96,14 @@ class ExpertOwners:
             by_slice: if no number fits all slices, return the likeliest number of each slice: the one that most
                 slices could have.
         """
-        options = [self._options(p) for p in key]
+        options = [self._list_numbers(p) for p in key]
         common = [i for i in (options[0] if options else []) if all(i in o for o in options)]
         if by_slice and not common and len(key) > 1:
             votes = Counter(i for o in options for i in o)
             return sorted({min(o, key=lambda i: -votes[i]) for o in options if o})
         return common[:1]
 
-    def _options(self, part: ParameterSlice) -> list[int]:
+    def _list_numbers(self, part: ParameterSlice) -> list[int]:
         if part not in self._numbers:
             parts = part.fqn.split(".")
             names = [".".join(parts[:depth]) for depth in range(len(parts) + 1)]

@@ -68,12 +68,12 @@ def propose_expert_parameters(uses: ParameterUses) -> Iterator[list[set[str]]]:
                 # shared experts in the list of experts
                 shared_experts = experts & ({strip_moves(t).args[0] for t in common} - varying_names)
                 rest = experts - _find_tables(uses, varying)
-                yield _distinct(
+                yield _drop_repeated(
                     [rest, experts, experts - shared_experts, rest - _find_choice_parameters(uses, experts)]
                 )
 
 
-def _distinct(sets: list[set[str]]) -> list[set[str]]:
+def _drop_repeated(sets: list[set[str]]) -> list[set[str]]:
     return [s for i, s in enumerate(sets) if s and s not in sets[:i]]
 
 

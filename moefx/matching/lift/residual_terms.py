@@ -85,7 +85,7 @@ def find_unrouted_value(
         or any(residual[t] for t in range(len(residual)) if expert_summands[t])
     ):
         return None, residual
-    ref = lookup.find([(t, 0, 0) for t in alone], [residual[t][0] for t in alone], slots=False)
+    ref = lookup.find([(t, 0, 0) for t in alone], [residual[t][0] for t in alone], per_slot=False)
     return (ref, [[] for _ in residual]) if ref is not None else (None, residual)
 
 

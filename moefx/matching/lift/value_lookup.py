@@ -230,37 +230,41 @@ class ValueLookup:
         return [ref for ref in self.with_repeated if set(ref.axes) == {"t"} and is_zero(ref)]
 
     def find(
-        self, positions: list[SlotPosition], terms: list[Term], slots: bool = True, wide: bool = False
+        self,
+        positions: list[SlotPosition],
+        terms: list[Term],
+        per_slot: bool = True,
+        may_differ_by_slot: bool = False,
     ) -> NodeRef | None:
         """Find the candidate whose element at every position is the given term.
 
         Args:
             positions: (token, slot, expert) of each term.
             terms: the wanted elements.
-            slots: whether candidates per slot or expert may fit, besides those per token.
-            wide: whether a vector may differ by slot. By default a vector must be the token's.
+            per_slot: whether candidates with one value per slot or expert may fit, besides those with one per token.
+            may_differ_by_slot: whether a vector may differ by slot. By default a vector must be the token's.
         """
         at = positions[0]
-        if (at, slots) not in self._tables:
+        if (at, per_slot) not in self._tables:
             table: dict[Term, list[NodeRef]] = defaultdict(list)
             for ref in self.candidates:
-                if slots or set(ref.axes) == {"t"}:
+                if per_slot or set(ref.axes) == {"t"}:
                     value = self._get_value(ref, at)
                     if value is not None:
                         table[value].append(ref)
-            self._tables[at, slots] = table
+            self._tables[at, per_slot] = table
         scalar = math.prod(terms[0].shape) == 1
         terms = [self._as_scalar(t) for t in terms]
         fits = (
             ref
-            for ref in self._tables[at, slots].get(terms[0], ())
-            if (scalar or wide or set(ref.axes) <= {"t", "s"})
+            for ref in self._tables[at, per_slot].get(terms[0], ())
+            if (scalar or may_differ_by_slot or set(ref.axes) <= {"t", "s"})
             and all(self._get_value(ref, slot) is term for slot, term in zip(positions, terms, strict=True))
         )
         first = self._find_likeliest(fits, range(self.axes.slots)) if scalar else next(fits, None)
-        if first is None and scalar and slots and self.axes.slots > 1:
+        if first is None and scalar and per_slot and self.axes.slots > 1:
             return self._find_columns(positions, terms)
-        return self._add_hinted_columns(first, positions) if first is not None and scalar and slots else first
+        return self._add_hinted_columns(first, positions) if first is not None and scalar and per_slot else first
 
     def _add_hinted_columns(self, ref: NodeRef, positions: list[SlotPosition]) -> NodeRef:
         """Return the columns of the hint's value if one of them is this node, and the others are zero: this capture may

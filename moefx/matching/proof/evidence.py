@@ -193,7 +193,7 @@ class Evidence:
 
 
 def find_value_lines(form: CanonicalForm) -> ValueLines:
-    """Return the lines that compute the expert index, and the values of each group of experts that the capture met."""
+    """Return the lines that compute the expert index, and the values of each group of experts that ran."""
     chosen = tuple(map(line, form.expert_index.nodes))
     return chosen, *(tuple(line(n) for ref in g.values for n in ref.nodes) if g.ids else None for g in form.groups)
 

@@ -186,7 +186,7 @@ def _find_mask_candidates(form: CanonicalForm) -> list[NodeRef]:
     """Find the nodes before the cut that are nonzero (if `inverted`, zero) exactly at the slots that count."""
     out: list[NodeRef] = []
 
-    def offer(n: torch.fx.Node, axes: tuple[str, ...], truth: torch.Tensor) -> None:
+    def add_if_mask(n: torch.fx.Node, axes: tuple[str, ...], truth: torch.Tensor) -> None:
         for inverted in (False, True):
             if torch.equal(truth != inverted, form.kept_slots):
                 out.append(NodeRef(n, axes, inverted=inverted))
@@ -201,9 +201,9 @@ def _find_mask_candidates(form: CanonicalForm) -> list[NodeRef]:
             val = form.capture.concrete_value(n)
         for axes, flat in enumerate_slot_views((val != 0).to(torch.int64), form.tokens):
             if flat.shape == form.kept_slots.shape:
-                offer(n, axes, flat.bool())
+                add_if_mask(n, axes, flat.bool())
             elif flat.shape == (len(form.kept_slots), 1):  # one entry per token
-                offer(n, tuple(a for a in axes if a == "t"), flat.bool().expand(form.kept_slots.shape))
+                add_if_mask(n, tuple(a for a in axes if a == "t"), flat.bool().expand(form.kept_slots.shape))
         lead = tuple(val.shape[:-1])
         if (
             lead in (form.tokens, (form.kept_slots.shape[0],))
@@ -211,7 +211,7 @@ def _find_mask_candidates(form: CanonicalForm) -> list[NodeRef]:
             and form.ids.min() >= 0
         ):
             flat = (val != 0).reshape(form.kept_slots.shape[0], -1)
-            offer(n, ("t",) * len(lead) + ("e",), flat.gather(1, form.ids))
+            add_if_mask(n, ("t",) * len(lead) + ("e",), flat.gather(1, form.ids))
     return sorted(out, key=lambda ref: ref.inverted)
 
 

@@ -188,7 +188,7 @@ def _pick_scatter(terms: Terms, t: Term, axis: int, i: int) -> Term:
                 if not accumulate:
                     return _add_all(terms, _keep_last(terms, [terms.pick(values, 0, j) for j in hits]), added)
                 added += [terms.pick(values, 0, j) for j in reversed(hits)]
-        elif len(indices.hits(dims.index(axis), i)):
+        elif len(indices.find_positions(dims.index(axis), i)):
             break
         else:
             t = base
@@ -198,7 +198,7 @@ def _pick_scatter(terms: Terms, t: Term, axis: int, i: int) -> Term:
     under = terms.pick(base, axis, i)
     if axis in dims:
         q = dims.index(axis)
-        hits = torch.tensor(indices.hits(q, i), dtype=torch.int64)
+        hits = torch.tensor(indices.find_positions(q, i), dtype=torch.int64)
         left = without_row(indices.value, q)[:, hits]
         values = terms.index(values, (0,), hits[None], 0)
         dims = [d - (d > axis) for d in dims if d != axis]
@@ -216,7 +216,7 @@ def _collect_writes(terms: Terms, t: Term, axis: int) -> tuple[dict[int, list[Wr
         below, writes = t, dict[int, list[Write]]()
         while below.op == "scatter" and below.args[1] == (axis,):
             below_it, _, indices, values, accumulate = below.args
-            for i, hits in indices.all_hits(0).items():
+            for i, hits in indices.find_all_positions(0).items():
                 writes.setdefault(i, []).append((values, accumulate, hits))
             below = below_it
         terms.writes[t, axis] = writes, below

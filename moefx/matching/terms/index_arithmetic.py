@@ -34,7 +34,7 @@ def unravel(i: int, shape: Sequence[int]) -> list[int]:
     return out[::-1]
 
 
-def positions(shape: Sequence[int]) -> torch.Tensor:
+def list_coordinates(shape: Sequence[int]) -> torch.Tensor:
     """Return the coordinates of every element of a tensor of this shape: [len(shape), *shape]."""
     return torch.stack(torch.meshgrid(*[torch.arange(n) for n in shape], indexing="ij"))
 

@@ -148,7 +148,7 @@ def find_siblings(block: nn.Module) -> dict[str, Siblings]:
                 kinds.setdefault(tuple((n, t.shape) for n, t in child.named_parameters()), []).append(part)
             largest = max(kinds.values(), key=len, default=[])
         if len(largest) > 1:
-            out[name] = Siblings(sorted(largest, key=_natural))
+            out[name] = Siblings(sorted(largest, key=_split_digits))
     return out
 
 
@@ -163,5 +163,5 @@ def number_nested_modules(block: nn.Module) -> dict[str, int]:
     return numbers
 
 
-def _natural(text: str) -> list:
+def _split_digits(text: str) -> list:
     return [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", text)]

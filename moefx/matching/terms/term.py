@@ -72,11 +72,11 @@ class Array:
                 positions[number].append(position)
         return rows
 
-    def hits(self, row: int, i: int) -> list[int]:
+    def find_positions(self, row: int, i: int) -> list[int]:
         """Return the positions along the last axis at which a row equals `i`."""
         return self._positions[row].get(i, [])
 
-    def all_hits(self, row: int) -> dict[int, list[int]]:
+    def find_all_positions(self, row: int) -> dict[int, list[int]]:
         """Return the positions along the last axis of each number of a row."""
         return self._positions[row]
 

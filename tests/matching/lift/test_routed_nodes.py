@@ -52,7 +52,9 @@ def test_a_sum_over_all_experts_is_expanded_on_demand_only():
     assert used.parameters_by_row(used.capture.out) == before  # a query changes nothing
     used.expand_sums(used.capture.out)
     after = used.parameters_by_row(used.capture.out)
-    assert {str(leaf) for leaf in after[0]} == {f"select(stack, ((0, {e}),))" for e in range(E)} and after[1:] == before[1:]
+    assert {str(leaf) for leaf in after[0]} == {f"select(stack, ((0, {e}),))" for e in range(E)} and after[
+        1:
+    ] == before[1:]
 
 
 def test_the_cut_is_behind_all_experts():

@@ -54,7 +54,7 @@ def test_a_vector_must_be_the_tokens_unless_it_may_be_wide():
     lookup, ref = look_up(ROWS), NodeRef(ROWS, ("t", "k"))
     terms = [lookup.get_element(ref, *slot) for slot in SLOTS]
     assert terms[0].shape == (D,)
-    assert lookup.find(SLOTS, terms) is None and lookup.find(SLOTS, terms, wide=True) == ref
+    assert lookup.find(SLOTS, terms) is None and lookup.find(SLOTS, terms, may_differ_by_slot=True) == ref
 
 
 def test_an_element_outside_of_the_tensor():

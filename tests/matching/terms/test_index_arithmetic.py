@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moefx.matching.terms.index_arithmetic import broadcast, positions, reshape_group, unravel
+from moefx.matching.terms.index_arithmetic import broadcast, list_coordinates, reshape_group, unravel
 
 
 def test_shapes_are_broadcast_as_in_torch():
@@ -15,7 +15,7 @@ def test_shapes_are_broadcast_as_in_torch():
 
 
 def test_flat_indices_become_coordinates():
-    assert [unravel(i, (2, 3)) for i in range(6)] == positions((2, 3)).flatten(1).t().tolist()
+    assert [unravel(i, (2, 3)) for i in range(6)] == list_coordinates((2, 3)).flatten(1).t().tolist()
     assert torch.arange(6).view(2, 3)[tuple(unravel(4, (2, 3)))] == 4
 
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from ....ir.node_values import get_op_name
 from ...facts.graph_nodes import depends_on_routing
-from ..index_arithmetic import positions
+from ..index_arithmetic import list_coordinates
 from ..normal_form import Terms
 from ..term import Term
 from .rule_registry import TermBuilder, as_term, rule
@@ -79,7 +79,7 @@ def gather(terms: Terms, a: Term, dim: int, indices: torch.Tensor) -> Term:
     for d in free:
         a = terms.slice(a, d, 0, indices.shape[d])
     core = indices[tuple(slice(None) if d in axes else 0 for d in range(indices.dim()))]
-    grid = positions(core.shape)
+    grid = list_coordinates(core.shape)
     grid[axes.index(dim)] = core
     out = terms.index(a, axes, grid, 0)
     placed = [*axes, *free]
@@ -101,7 +101,7 @@ def scatter(terms: Terms, base: Term, dim: int, indices: torch.Tensor, source: T
     for d in range(indices.dim()):
         source = terms.slice(source, d, 0, indices.shape[d])
     core = indices[tuple(slice(None) if d in axes else 0 for d in range(indices.dim()))]
-    grid = positions(core.shape)
+    grid = list_coordinates(core.shape)
     grid[axes.index(dim)] = core
     values = terms.permute(source, [*axes, *free])
     values = terms.reshape(values, (core.numel(), *[base.shape[d] for d in free]))
