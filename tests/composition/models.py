@@ -186,7 +186,8 @@ def assert_rewritten(model: nn.Module, calls: bool = True) -> None:
     """Check that every MoE layer runs the rewritten graph and that the original code never ran."""
     layers = model.moes if isinstance(model, Model) else model.model.layers
     found = moefx.blocks(model)
-    assert len(found) == len(layers) and all(block.fallbacks == 0 for block in found)
+    assert len(found) == len(layers)
+    assert all(block.fallbacks == 0 for block in found)
     assert not calls or all(block.forward.counts.rewritten > 0 for block in found)
 
 

@@ -234,7 +234,8 @@ def check_same_shell(reference: nn.Module, compiled: nn.Module) -> None:
     expected, actual = reference.state_dict(), compiled.state_dict()
     assert list(expected) == list(actual), f"state_dict keys differ: {sorted(set(expected) ^ set(actual))[:3]}"
     for key, value in expected.items():
-        assert value.shape == actual[key].shape and value.dtype == actual[key].dtype, f"state_dict[{key!r}] differs"
+        assert value.shape == actual[key].shape, f"state_dict[{key!r}] differs"
+        assert value.dtype == actual[key].dtype, f"state_dict[{key!r}] differs"
     tree = [(n, type(m)) for n, m in reference.named_modules()]
     assert tree == [(n, type(m)) for n, m in compiled.named_modules()], "the submodule tree differs"
     assert read_modes(reference) == read_modes(compiled), "the training flags differ"

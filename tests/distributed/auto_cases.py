@@ -86,7 +86,8 @@ def case_explain_agrees_with_compile() -> None:
     assert str(before.planned) == str(after.planned)
     # a decided plan is accepted as an argument
     again = compile_planned(model, mesh, found.replace(validation="symbolic"))
-    assert read_graph_lines(again) == read_graph_lines(compiled) and moefx.explain(again).planned is None
+    assert read_graph_lines(again) == read_graph_lines(compiled)
+    assert moefx.explain(again).planned is None
     for text in (
         "planned     checkpoint='h', expert_axis=('ep', 'tp'), sequence_axis='tp'",
         "tokens    64 tokens a rank, as in the example inputs, the same along 'tp'",
@@ -95,7 +96,8 @@ def case_explain_agrees_with_compile() -> None:
         "experts over ep (2), keep 'h': ",
         "mesh axis 'ep_tp'",
     ):
-        assert text in str(after) and text in str(before), after
+        assert text in str(after), after
+        assert text in str(before), after
 
 
 def case_memory_limits_decide_the_checkpoint_policy() -> None:
@@ -115,7 +117,8 @@ def case_memory_limits_decide_the_checkpoint_policy() -> None:
         warnings.simplefilter("always")
         compiled = compile_planned(model, mesh, asked.replace(memory=needed["x"] - 1))
     (text,) = {str(w.message) for w in caught if "nothing fits" in str(w.message)}
-    assert "keep 'x'" in text and read_decision(compiled).checkpoint == "x"
+    assert "keep 'x'" in text
+    assert read_decision(compiled).checkpoint == "x"
     compiled(draw_tokens(mesh)).sum().backward()
 
 

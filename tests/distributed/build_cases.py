@@ -177,7 +177,8 @@ def case_entries_run() -> None:
         check_gradients(pipe, mesh, KINDS, 8)
         assert shown in repr(pipe), repr(pipe)
         graphs = [str(block.graph) for block in moefx.blocks(pipe)]
-        assert all(f'keep="{sizes.get("kept", "h")}"' in graph for graph in graphs) and graphs, graphs
+        assert all(f'keep="{sizes.get("kept", "h")}"' in graph for graph in graphs), graphs
+        assert graphs, graphs
         assert all(("dedup=False" in graph) == (sizes.get("dispatch") == "flat") for graph in graphs), graphs
         assert all(("plan_dispatch" in graph) == (sizes.get("ep", 1) > 1) for graph in graphs), graphs
 

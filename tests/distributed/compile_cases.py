@@ -202,7 +202,8 @@ def case_invalid_axes_raise() -> None:
     try:
         compiled.train()(torch.randn(5, D))
     except NotRewritten as found:
-        assert "draw random numbers" in str(found) and "a part of the experts" in str(found)
+        assert "draw random numbers" in str(found)
+        assert "a part of the experts" in str(found)
     else:
         raise AssertionError("ran the original")
 
@@ -224,15 +225,19 @@ def case_explain_lists_distributed_parameters() -> None:
     before = dict(model.named_parameters())
     found = moefx.explain(model, mesh=mesh, example_inputs=inputs)
     (first,) = found.matched
-    assert first.names == ("first",) and moefx.explain(model, example_inputs=inputs).matched[0].notes == ()
+    assert first.names == ("first",)
+    assert moefx.explain(model, example_inputs=inputs).matched[0].notes == ()
     assert first.notes[0].startswith(f"experts over {world} ranks of mesh axis 'ep' ({world}), {4 // world} each")
     refused = {r.name: r for r in found.refused}
-    assert "the experts share a value" in refused["shares"].reason and refused["shares"].culprits == ("scale",)
-    assert refused["shares"].source and refused["shares"].remedy
+    assert "the experts share a value" in refused["shares"].reason
+    assert refused["shares"].culprits == ("scale",)
+    assert refused["shares"].source
+    assert refused["shares"].remedy
     why = "dense.gate.weight is the parameter last.experts.0.gate.weight" if 6 % world == 0 else "6 experts"
     assert why in refused["last"].reason, refused["last"]
     after = dict(model.named_parameters())
-    assert all(p is after[name] for name, p in before.items()) and not moefx.blocks(model)
+    assert all(p is after[name] for name, p in before.items())
+    assert not moefx.blocks(model)
 
     compiled = moefx.compile(model.first, mesh=mesh, example_inputs=inputs)
     assert moefx.explain(compiled).matched[0].notes == first.notes

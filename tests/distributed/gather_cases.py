@@ -7,7 +7,7 @@ import functools
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
@@ -172,12 +172,11 @@ def case_auto() -> None:
         check(Model("gated", layers=1).double(), make_mesh(), auto)
         line = explain_experts(auto)
         assert "every rank gathers the tokens of all ranks, the hosts agree" in line, line
-        assert (
-            re.search(f"{figures}{host('gather')}, pull {exchange}{host('pull')};", line)
-            and "a CUDA graph needs Plan(dispatch='gather'" in line
-        ), line
+        assert re.search(f"{figures}{host('gather')}, pull {exchange}{host('pull')};", line), line
+        assert "a CUDA graph needs Plan(dispatch='gather'" in line, line
         line = explain_experts(auto.replace(max_tokens=64))
-        assert "at most 64 tokens a rank" in line and "a CUDA graph can hold it" in line, line
+        assert "at most 64 tokens a rank" in line, line
+        assert "a CUDA graph can hold it" in line, line
         assert re.search(f"{figures}{host('gather', 64)}, pull {exchange}{host('pull', 64)};", line), line
         for fields in (dict(chunks=2), dict(max_tokens=64, tokens=65)):
             assert "one level, and 'dedup'" in explain_experts(auto.replace(**fields))
@@ -189,7 +188,8 @@ def case_auto() -> None:
             assert "every rank gathers" in explain_experts(auto.replace(max_tokens=64))
     with simulate_device(per_byte=1e-7):
         line = explain_experts(auto)
-        assert "its experts, one exchange (auto" in line and re.search(figures, line), line
+        assert "its experts, one exchange (auto" in line, line
+        assert re.search(figures, line), line
 
 
 def case_too_many_tokens() -> None:
@@ -199,7 +199,8 @@ def case_too_many_tokens() -> None:
         with count_collectives() as found:
             compiled(torch.randn(14, D))
     except InvalidInput as error:
-        assert "14 tokens" in str(error) and "max_tokens=13" in str(error), error
+        assert "14 tokens" in str(error), error
+        assert "max_tokens=13" in str(error), error
         assert not found["gather"], found
     else:
         raise AssertionError("was accepted")
@@ -301,12 +302,13 @@ def case_verify_detects_wrong_rows() -> None:
 
 
 def check_faults_are_seen(
-    plan: moefx.Plan, faults: dict[str, int], inject: Callable[[str, int], contextlib.AbstractContextManager[None]]
+    plan: moefx.Plan, faults: dict[str, int], inject: Callable[[str, int], contextlib.AbstractContextManager[list]]
 ) -> None:
     """Check that `verify` accepts two layers, and reports them with any of the faults.
 
     Args:
-        faults: number of places of each kind. inject: called with the kind and the place.
+        faults: number of places of each kind.
+        inject: makes a context for a kind and a place, with a list of the calls that it changed, on rank 1.
     """
     model = Model("joined", layers=2)
     compiled = compile_over_mesh(model, make_mesh(), plan)
@@ -314,21 +316,23 @@ def check_faults_are_seen(
     report = moefx.verify(compiled, model, x, token_counts=(5,))
     assert report.ok, report
     for name, at in sampled([(name, at) for name, number in faults.items() for at in range(number)], 4):
-        with inject(name, at):
+        with inject(name, at) as changed:
             report = moefx.verify(compiled, model, x, routings=False, token_counts=())
+        assert bool(changed) == (dist.get_rank() == 1), f"{name} {at} did not run: {changed}"
         assert not agree_on_all_ranks(report.ok), f"a wrong row in {name} {at} was not seen\n{report}"
 
 
 @contextlib.contextmanager
-def inject_fault(name: str, at: int):
+def inject_fault(name: str, at: int) -> Iterator[list[int]]:
     """Add 1 to the first row of one rank, or exchange the selection of two tokens, in one collective."""
-    started, seen = getattr(moefx.ir.ops.token_gather, name), 0
+    started, seen, changed = getattr(moefx.ir.ops.token_gather, name), 0, list[int]()
 
     def change(rows):
         nonlocal seen
         seen += 1
         if (seen - 1) % FAULTS[name] != at or dist.get_rank() != 1:
             return rows
+        changed.append(seen)
         rows = rows.clone()
         # The other tensors are selections and places.
         rows[0] = rows[0] + 1.0 if rows.dtype.is_floating_point else rows[1]
@@ -338,4 +342,4 @@ def inject_fault(name: str, at: int):
         return started(list(map(change, parts)), size, group)
 
     with mock.patch.object(moefx.ir.ops.token_gather, name, start_wrong):
-        yield
+        yield changed

@@ -145,7 +145,8 @@ def case_slow_links_between_racks() -> None:
             mock.patch.object(topology, "measure_handling", lambda *_, found=handling: found),
         ):
             (line,) = read_expert_lines(check(Model("stacked", layers=1, num_experts=world).double(), mesh, plan))
-        assert "(2 x 2 x 2)" in line and f"its ranks, {way} (auto: predicted" in line, line
+        assert "(2 x 2 x 2)" in line, line
+        assert f"its ranks, {way} (auto: predicted" in line, line
 
 
 def case_one_node_needs_no_measurement() -> None:

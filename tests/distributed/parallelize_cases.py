@@ -307,7 +307,8 @@ def case_scaled_losses() -> None:
         scaler.step(optimizer)
         scaler.update()
         now = [parameter.to_local() for parameter in model.parameters()]
-        assert scaler.get_scale() == 4.0 and all(map(torch.equal, before, now)), (kind, of_experts)
+        assert scaler.get_scale() == 4.0, (kind, of_experts)
+        assert all(map(torch.equal, before, now)), (kind, of_experts)
 
 
 def case_a_scaler_that_decides_alone() -> None:
@@ -374,7 +375,8 @@ def case_checkpoints_reshard() -> None:
         dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
         load_checkpoint(other, of_other, folder)
         wanted, found = moefx.full_state_dict(saved), moefx.full_state_dict(other)
-        assert wanted.keys() == found.keys() and all(torch.equal(found[name], value) for name, value in wanted.items())
+        assert wanted.keys() == found.keys()
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
         plain = Model(kind, layers=1).double()
         of_plain = torch.optim.AdamW(plain.parameters())
         load_checkpoint(plain, of_plain, folder)
@@ -541,7 +543,8 @@ def case_other_calls() -> None:
     check_raises(InvalidInput, "would reduce its gradients twice", DistributedDataParallel(parent), x)
     check_raises(InvalidInput, "before moefx.parallelize", moefx.verify, model, Model("gated", layers=1).double(), (x,))
     experts, others, _ = moefx.explain(model).gradients
-    assert experts.endswith("sharded over 'dp'") and others.endswith("sharded over 'dp' and 'ep'")
+    assert experts.endswith("sharded over 'dp'")
+    assert others.endswith("sharded over 'dp' and 'ep'")
     sharded = compile_over_mesh(Model("gated", layers=1).double(), mesh, PLAN)
     fully_shard(sharded, mesh=mesh["dp"])
     check_raises(InvalidInput, "fully_shard was called on the model", moefx.parallelize, sharded, mesh)

@@ -70,10 +70,6 @@ def case_sizes_and_dispatches() -> None:
         check_gradients(model, compiled, mesh)
 
 
-def halve_gradient(t: torch.Tensor, **_) -> torch.Tensor:
-    return wait_for_collective(t) * (1.0 if torch._C._current_graph_task_id() == -1 else 0.5)
-
-
 def case_verify_detects_wrong_gradients() -> None:
     """Count each token once, add the summands of all ranks, and require equal tokens."""
     mesh = make_tensor_parallel_mesh()
@@ -82,8 +78,18 @@ def case_verify_detects_wrong_gradients() -> None:
         block = BLOCKS[kind]()
         compiled = moefx.compile(copy.deepcopy(block), mesh=mesh, plan=plan, example_inputs=(torch.zeros(9, D),))
         moefx.verify(compiled, block, (draw_same_tokens(mesh, 13).float(),), routings=False).raise_if_failed()
+        halved = list[torch.Size]()
+
+        def halve_gradient(t: torch.Tensor, halved=halved, **_) -> torch.Tensor:
+            gathered = wait_for_collective(t)
+            if torch._C._current_graph_task_id() == -1:
+                return gathered  # in the forward
+            halved.append(gathered.shape)
+            return gathered * 0.5
+
         with mock.patch.object(moefx.ir.ops.sequence_shards, "wait_for_collective", halve_gradient):
             assert not moefx.verify(compiled, block, (draw_same_tokens(mesh, 13).float(),), routings=False).ok
+        assert halved, "no backward waited for a collective"
         other = draw_same_tokens(mesh, 13).float() + (dist.get_rank() == 1)
         try:
             moefx.verify(compiled, block, (other,), routings=False)

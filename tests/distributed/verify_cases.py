@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Iterator
 from unittest import mock
 
 import torch
@@ -103,7 +104,8 @@ def case_different_weights_are_reported() -> None:
                 (parameter.to_local() if isinstance(parameter, DTensor) else parameter).mul_(1.5)
         report = moefx.verify(compiled, model, draw_tokens(), routings=False)
         held = [row for row in report.failed if row.kind == "state" and row.name == name]
-        assert not report.ok and bool(held) == (dist.get_rank() == 2), report
+        assert not report.ok, report
+        assert bool(held) == (dist.get_rank() == 2), report
 
 
 def agree_on_all_ranks(ok: bool) -> bool:
@@ -113,14 +115,15 @@ def agree_on_all_ranks(ok: bool) -> bool:
 
 
 @contextlib.contextmanager
-def inject_fault(fault: str, at: int):
-    """Change rows in the `at`-th exchange of each pass over the model, on one rank."""
-    seen = 0
+def inject_fault(fault: str, at: int) -> Iterator[list[int]]:
+    """Change rows in the `at`-th exchange of each pass over the model, on rank 1. Yield the exchanges that changed."""
+    seen, changed = 0, list[int]()
 
     def start_wrong(rows, sent, received, group):
         nonlocal seen
         seen += 1
         if (seen - 1) % 8 == at and dist.get_rank() == 1 and rows.shape[0] > 1:
+            changed.append(seen)
             rows = rows.clone()
             # Change only the values of packed rows: other places would change how long ranks wait.
             values = rows[:, : D * 4] if rows.dtype is torch.uint8 else rows
@@ -131,7 +134,7 @@ def inject_fault(fault: str, at: int):
         return start_all_to_all(rows, sent, received, group)
 
     with mock.patch.object(moefx.ir.ops.row_exchange, "start_all_to_all", start_wrong):
-        yield
+        yield changed
 
 
 EXCHANGES = {"flat": 2, "dedup": 2, "rbd": 4, "halo": 6}
@@ -140,8 +143,9 @@ EXCHANGES = {"flat": 2, "dedup": 2, "rbd": 4, "halo": 6}
 def check_faults(name: str, faults: list[tuple[int, str]]) -> None:
     model, compiled = compile_pair("joined", PLANS[name])
     for at, fault in faults:
-        with inject_fault(fault, at):
+        with inject_fault(fault, at) as changed:
             report = moefx.verify(compiled, model, draw_tokens(), routings=False)
+        assert bool(changed) == (dist.get_rank() == 1), f"exchange {at} of {name} did not run: {changed}"
         assert not agree_on_all_ranks(report.ok), f"{fault} rows in exchange {at} of {name} were not seen\n{report}"
 
 
@@ -161,12 +165,14 @@ def case_the_wrong_group() -> None:
     model, compiled = compile_pair("every expert", PLANS["rbd"], layers=1)
     layout = moefx.blocks(compiled)[0].forward.expert_layout
     inter, intra = (level.group for level in layout.routes.levels)
-    other = {inter: intra, intra: inter}
+    other, exchanges = {inter: intra, intra: inter}, list[str]()
 
     def exchanged(rows, sent, received, group):
+        exchanges.append(group)
         return start_all_to_all(rows, sent, received, other[group])
 
     assert moefx.verify(compiled, model, torch.randn(6, D), routings=False).ok
     with mock.patch.object(moefx.ir.ops.row_exchange, "start_all_to_all", exchanged):
         report = moefx.verify(compiled, model, torch.randn(6, D), routings=False)
+    assert {inter, intra} == set(exchanges), exchanges
     assert not agree_on_all_ranks(report.ok), report
