@@ -30,7 +30,7 @@ def check_isolation(analysis: GraphAnalysis, bounds: RegionBounds) -> None:
         if n.op not in ("call_function", "call_method"):
             _refuse_call(n, line)
         if earlier_storages & analysis.find_written_memory(n):
-            raise Refused("the region writes to a tensor that existed before it", source=line)
+            raise Refused("the region writes to a tensor that existed before it", source=line, remedy="write to a copy")
     for n in (*analysis.nodes[first:last], *bounds.inside):
         if n in analysis.transforms:
             raise Refused(
@@ -41,7 +41,12 @@ def check_isolation(analysis: GraphAnalysis, bounds: RegionBounds) -> None:
             )
     for n in bounds.side_inputs:
         if analysis.tensor(n) is None:
-            raise Refused(f"the region reads {n.name}, which is not a tensor", culprits=(n.name,))
+            raise Refused(
+                f"the region reads {n.name}, which is not a tensor",
+                culprits=(n.name,),
+                source=analysis.find_source_line(n),
+                remedy="pass it as a tensor",
+            )
     begin = min(analysis.position[n] for n in bounds.inside)
     other_nodes = [n for n in analysis.nodes[begin:last] if n not in inside]
     if any(analysis.effects[n].draws for n in bounds.inside):
@@ -50,13 +55,16 @@ def check_isolation(analysis: GraphAnalysis, bounds: RegionBounds) -> None:
                 raise Refused(
                     "random numbers are drawn inside the region and beside it: their order would change",
                     source=analysis.find_source_line(n),
+                    remedy="draw these before the experts run, or behind them",
                 )
     for n in other_nodes:
         if analysis.effects[n].unknown and analysis.position[n] > first:
             raise Refused(
                 f"{get_op_name(n)}, whose side effects are unknown, is called between two parts of the region",
-                culprits=(get_op_name(n),), source=analysis.find_source_line(n),
-            )  # fmt: skip
+                culprits=(get_op_name(n),),
+                source=analysis.find_source_line(n),
+                remedy="call it before the experts run, or behind them",
+            )
     _check_saved_tensors(analysis, bounds, inside, first)
 
 
@@ -79,15 +87,19 @@ def _check_saved_tensors(analysis: GraphAnalysis, bounds: RegionBounds, inside: 
             raise Refused(
                 f"the graph also returns {n.name}, which is computed from weights: the region computes it again, and "
                 "gradients would reach one of the two only",
-                culprits=(n.name,), source=analysis.find_source_line(n),
-            )  # fmt: skip
+                culprits=(n.name,),
+                source=analysis.find_source_line(n),
+                remedy="return it detached",
+            )
     storages = {s for n in inputs if n in analysis.weights for s in analysis.find_storages(n)}
     for w in analysis.unknown_effects:
         if any(s in storages for a in w.all_input_nodes for s in analysis.find_storages(a)):
             raise Refused(
                 f"{get_op_name(w)}, whose side effects are unknown, receives a weight or buffer of the region",
-                culprits=(get_op_name(w),), source=analysis.find_source_line(w),
-            )  # fmt: skip
+                culprits=(get_op_name(w),),
+                source=analysis.find_source_line(w),
+                remedy="pass it a copy of the weight or buffer",
+            )
     if analysis.modes[bounds.exit].grad is False or not any(_has_gradient(analysis, n) for n in inputs):
         return
     # Eager code saves rows only if a weight requires a gradient.
@@ -130,7 +142,9 @@ def _refuse_call(n: fx.Node, line: str) -> None:
         )  # fmt: skip
     caller = next((get_op_name(u) for u in n.users if u.op == "call_function"), "")
     by = f", by {caller}" if caller else ""
-    raise Refused(f"the region calls a graph of the graph{by}", source=line)
+    raise Refused(
+        f"the region calls a graph of the graph{by}", source=line, remedy="run its operations in the graph itself"
+    )
 
 
 def is_used_outside(n: fx.Node, inside: set[fx.Node], analysis: GraphAnalysis) -> bool:
@@ -144,16 +158,23 @@ def is_used_outside(n: fx.Node, inside: set[fx.Node], analysis: GraphAnalysis) -
         return False
     if analysis.tensor(n) is None:
         if any(u.target is not n.target and u.op == "output" for u in users):
-            raise Refused(f"{n.name}, a tuple of tensors, is used outside the region", culprits=(n.name,))
+            raise Refused(
+                f"{n.name}, a tuple of tensors, is used outside the region",
+                culprits=(n.name,),
+                source=analysis.find_source_line(n),
+                remedy="return its tensors one by one",
+            )
         return True
     first = min(analysis.position[u] for u in users)
     for s in analysis.find_storages(n):
         later_writers = [w for w in analysis.writers[s] if w in inside and analysis.position[w] > first]
         if later_writers:
             raise Refused(
-                f"{n.name} is used outside the region before the region has finished writing to it", culprits=(n.name,),
+                f"{n.name} is used outside the region before the region has finished writing to it",
+                culprits=(n.name,),
                 source=analysis.find_source_line(n),
-            )  # fmt: skip
+                remedy="use it behind the last write, or write to a copy",
+            )
     return True
 
 
@@ -173,6 +194,7 @@ def check_shared_memory(
             raise Refused(
                 "a tensor that shares memory with a result of the region is written to in place outside of it",
                 source=analysis.find_source_line(later_writers[0]),
+                remedy="write to a copy",
             )
 
 

@@ -240,6 +240,8 @@ class CutLifter:
             raise Refused(
                 "experts are single vectors looked up per token (retrieval), not functions with a matrix product",
                 culprits=tuple(sorted(self.owners.experts)[:3]),
+                source=str(self.cut.meta["source"]),
+                remedy="leave it as it is: F.embedding looks vectors up without padding",
             )
         clash = [e for e, n in Counter(e for g in groups for e in g.ids).items() if n > 1]
         if clash:

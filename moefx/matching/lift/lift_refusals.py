@@ -22,6 +22,7 @@ from .expert_index import is_all_or_none, uses_all_experts
 from .expert_owners import ExpertOwners, OwnerKey
 from .routed_nodes import ParameterUses
 
+NO_SECOND_EXPERT = "leave it as it is: only a block with several experts becomes faster"
 ONE_EXPERT = "there is a single expert, which tokens either use or skip: no selection among several experts"
 _JOINS = {"cat", "stack"}  # may join the results of experts
 _EXPERT_SELECTION_OPS = {"argmax", "argsort", "max", "sort", "topk"}
@@ -183,7 +184,9 @@ class UnexplainedIndex:
         return None
 
     def _explain_one_expert(self) -> Refused | None:
-        return Refused(ONE_EXPERT, source=self._source) if is_all_or_none(self.owners, self.summands) else None
+        if not is_all_or_none(self.owners, self.summands):
+            return None
+        return Refused(ONE_EXPERT, source=self._source, remedy=NO_SECOND_EXPERT)
 
     def _explain_all_experts(self) -> Refused | None:
         if not uses_all_experts(self.owners, self.summands):
@@ -292,6 +295,7 @@ class UnexplainedIndex:
                 f"the experts move single elements within a row: {name} along the last axis is not supported",
                 culprits=(name,),
                 source=str(n.meta["source"]),
+                remedy="compute with whole rows, by matrix products and element-wise operations",
                 cause=Cause.SINGLE_ELEMENTS,
             )
         return None

@@ -36,7 +36,6 @@ from .expert_owners import ExpertOwners
 from .expert_parameters import find_experts_used_by_all_tokens, number_by_tokens, propose_expert_parameters
 from .lift_options import CutPreference, LiftOptions
 from .lift_refusals import (
-    ONE_EXPERT,
     NothingRouted,
     explain_layout,
     explain_no_cut,
@@ -120,7 +119,8 @@ class Lifter:
             )
         except TooLarge:
             raise Refused(
-                "each row depends on too many others to be followed: rows are mixed, as in attention"
+                "each row depends on too many others to be followed: rows are mixed, as in attention",
+                remedy="move the operation that mixes rows out of the block",
             ) from None
         except OutOfBounds as error:
             if self.capture.interventions:  # a forced value, which the program never has
@@ -235,4 +235,4 @@ class Lifter:
         return by_tokens if known else [lambda _: {}, *([lambda _: uses.nested] if uses.nested else []), *by_tokens]
 
 
-__all__ = ["ONE_EXPERT", "CutPreference", "LiftOptions", "Lifter", "NothingRouted"]
+__all__ = ["CutPreference", "LiftOptions", "Lifter", "NothingRouted"]

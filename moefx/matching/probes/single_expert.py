@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...errors import Refused
-from ..lift.lifter import ONE_EXPERT
+from ..lift.lift_refusals import NO_SECOND_EXPERT, ONE_EXPERT
 
 if TYPE_CHECKING:
     from ..lift.canonical_form import CanonicalForm
@@ -28,8 +28,12 @@ def refuse_single_expert(proof: ProofView) -> None:
         return
     source = str(proof.evidence.reference.cut.meta["source"])
     if any(_has_other_choice(form) for form in proof.evidence.forms):
-        raise Refused(ONE_EXPERT, source=source)
-    raise Refused("there is only one expert, and every token uses it: nothing is selected", source=source)
+        raise Refused(ONE_EXPERT, source=source, remedy=NO_SECOND_EXPERT)
+    raise Refused(
+        "there is only one expert, and every token uses it: nothing is selected",
+        source=source,
+        remedy=NO_SECOND_EXPERT,
+    )
 
 
 def _has_other_choice(form: CanonicalForm) -> bool:

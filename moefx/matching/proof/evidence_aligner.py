@@ -159,6 +159,7 @@ class EvidenceAligner:
             raise Refused(
                 "the node that supplies a slot's routing weight depends on the routing",
                 source=str(form.cut.meta["source"]),
+                remedy="compute the weights by the same operations in every call",
             )
         self._evidence.replace_forms(relifted)
 

@@ -58,6 +58,7 @@ class SizeChoice:
                 return sizes
         raise Refused(
             "no other sizes were found at which all comparisons of sizes have the outcomes of the example",
+            remedy="leave out comparisons of sizes that few sizes satisfy, such as `if x.shape[0] == 20`",
             cause=Cause.NO_SIZES,
         )
 
