@@ -67,8 +67,8 @@ class History:
     Attributes:
         name: the block's name in the model.
         snapshots: one snapshot per pass.
-        captured: the block's own operations before any pass, as the proof captured them in one run. Shows what the
-            passes started from; its sizes and choices of experts are those of that run, so it is not for other inputs.
+        captured: the block's own operations before any pass, as the proof captured them in one run. The passes
+            started from it. Sizes and choices of experts are those of that run, so it is not for other inputs.
             None if it has thousands of operations.
     """
 

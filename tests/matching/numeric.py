@@ -67,7 +67,7 @@ def _evaluate_op(t: Term, value: Any, values: Mapping[Any, torch.Tensor]) -> tor
             out = moved[tuple(indices.value)]
             width = indices.value.dim() - 1
             return out.movedim(tuple(range(width)), tuple(range(position, position + width)))
-        case "scatter":
+        case "index_put":
             base, dims, indices, source, accumulate = args
             moved = value(base).clone().movedim(dims, tuple(range(len(dims))))
             source = value(source)

@@ -105,6 +105,11 @@ class Unifier:
         return CapturedGroup(sorted({e for _, _, e in positions}), body, self.tables, self.values)
 
     def _unify(self, positions: Positions, terms: list[Term]) -> Body:
+        """Return the body of some terms: a leaf if a parameter or a node supplies them, else their common op.
+
+        Args:
+            positions: (token, slot, expert) of each term.
+        """
         first = terms[0]
         key = tuple(terms)
         if key in self.bodies:
@@ -146,6 +151,11 @@ class Unifier:
         return ref is not None and ref.position in self.lookup.hint_positions
 
     def _decompose(self, positions: Positions, terms: list[Term]) -> Body:
+        """Unify the arguments of terms with one op.
+
+        Raises:
+            Refused: ops, shapes or static arguments differ, or an element belongs to another row.
+        """
         first = terms[0]
         for t in terms:
             if t.op != first.op or t.shape != first.shape or len(t.args) != len(first.args):
@@ -154,7 +164,7 @@ class Unifier:
                     culprits=tuple(str(p) for p in {*self.owners.find_key(first), *self.owners.find_key(t)})[:4],
                     remedy="give all experts the same forward",
                 )
-        if first.op in ("node", "scatter", "index", "array"):
+        if first.op in ("node", "index_put", "index", "array"):
             raise self._explain_foreign(first)
         if first.op == "select" and (first.args[0].op == "node" or any(t.args[1] != first.args[1] for t in terms)):
             raise self._explain_foreign(first)
@@ -175,6 +185,11 @@ class Unifier:
         return Body(first.op, tuple(args), first.shape)
 
     def _add_table(self, positions: Positions, terms: list[Term], same: bool) -> Body:
+        """Return a `shared` leaf for a parameter of all experts, else an `expert` leaf with a table of slices.
+
+        Raises:
+            Refused: an expert uses two slices, or the slices differ in shape.
+        """
         shape = terms[0].shape
         if same and strip_moves(terms[0]).args[0] not in self.experts:
             return Body("shared", (ParameterSlice.from_term(terms[0]),), shape)

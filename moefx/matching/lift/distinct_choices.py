@@ -156,6 +156,7 @@ class _Derivations:
         return self._known[node]
 
     def _derive_node(self, node: fx.Node) -> list[Derivation] | None:
+        """Derive a node whose inputs are known: a constant, a selection, a branch, or a computation on these."""
         val: torch.Tensor = node.meta["val"]
         if self._depends_on_sizes(node):
             return None

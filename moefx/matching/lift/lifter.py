@@ -96,6 +96,11 @@ class Lifter:
             raise
 
     def _lift_sets(self, experts: Collection[str] | None) -> CanonicalForm:
+        """Lift with the given expert parameters, or with the first proposed set that succeeds.
+
+        Raises:
+            Refused: no set succeeds. The refusal is that of the largest set of the first proposal.
+        """
         try:
             if experts is not None:
                 return self._lift_experts(experts)

@@ -156,7 +156,7 @@ def _is_limit_test(proof: ProofView, read: HostRead) -> bool:
 
 
 class _Behaviour(NamedTuple):
-    """What the program does if a read has some value.
+    """The behaviour of the program if a read has some value.
 
     Attributes:
         value: of the read.

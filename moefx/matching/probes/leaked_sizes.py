@@ -87,13 +87,13 @@ class _CommonBehaviour:
         there = _collect_numbers(captured)  # one iteration of a loop may have another number
         return any(v != self.same[at] for at, v in there.items() if at in self.same)
 
-    def differs(self, tokens: int) -> Difference:
-        """Return whether lines, and whether numbers differ under some kind of routing.
+    def compare(self, tokens: int) -> Difference:
+        """Compare a capture of `tokens` tokens with the common behaviour, under all kinds of routing.
 
         Raises:
             CaptureError: the capture is too long, as with a loop over the tokens.
         """
-        lines, numbers = zip(*[self.differs_in(kind, tokens) for kind in self.crowds], strict=True)
+        lines, numbers = zip(*[self.compare_under(kind, tokens) for kind in self.crowds], strict=True)
         return Difference(any(lines), any(numbers))
 
     def find_first(self, aspect: Literal["lines", "numbers"], low: int, high: int) -> int:
@@ -103,28 +103,28 @@ class _CommonBehaviour:
         """
         first_by_routing: dict[RoutingKind, int] = {}
         for kind in self.crowds:
-            if not getattr(self.differs_in(kind, high), aspect):
+            if not getattr(self.compare_under(kind, high), aspect):
                 continue
             # captures of `low` tokens may have taken another branch than the crowd
-            start = low if not getattr(self.differs_in(kind, low), aspect) else 1
+            start = low if not getattr(self.compare_under(kind, low), aspect) else 1
             first_by_routing[kind] = _bisect_first(
-                lambda n, k=kind: getattr(self.differs_in(k, n), aspect), start, high
+                lambda n, k=kind: getattr(self.compare_under(k, n), aspect), start, high
             )
         if not self.leaked_routing:
             return min(first_by_routing.values())
         return max(1, int(min(n * self.crowds[kind] * _MARGIN for kind, n in first_by_routing.items())))
 
-    def differs_in(self, kind: RoutingKind, tokens: int) -> Difference:
-        """Return the result of `differs` for one kind of routing, cached.
+    def compare_under(self, kind: RoutingKind, tokens: int) -> Difference:
+        """Return the result of `compare` for one kind of routing, cached.
 
         A new `functools.cache` would make captures look for it among all objects of the process (see
         `capture.state.filled_caches`).
         """
         if (kind, tokens) not in self.differences:
-            self.differences[kind, tokens] = self._differs_in(kind, tokens)
+            self.differences[kind, tokens] = self._compare_under(kind, tokens)
         return self.differences[kind, tokens]
 
-    def _differs_in(self, kind: RoutingKind, tokens: int) -> Difference:
+    def _compare_under(self, kind: RoutingKind, tokens: int) -> Difference:
         sizes = self.proof.size_choice.choose_sequence(tokens)
         if not all(g.holds(sizes) for g in self.guards):
             return Difference(lines=False, numbers=False)
@@ -173,7 +173,7 @@ def vary_leaked_sizes(proof: ProofView) -> None:
             proof.add_guard(guard_below(max(below, proven) + 1))
             return
         try:
-            other_lines, other_numbers = behaviour.differs(tokens)
+            other_lines, other_numbers = behaviour.compare(tokens)
         except CaptureError:  # too long: a loop over the tokens
             proof.add_guard(guard_below(max(below, proven) + 1))
             return
@@ -203,10 +203,10 @@ def try_round_sizes(proof: ProofView) -> None:
     sizes = sorted({*_ROUND_SIZES, *named[:_MAX_NAMED_SIZES]})
     for n in itertools.takewhile(lambda n: n < max_capture_tokens(proof.evidence.forms, times=4), sizes):
         try:
-            if not any(difference := behaviour.differs(n)):
+            if not any(difference := behaviour.compare(n)):
                 continue
             beside = [_find_next(proof, n, step) for step in (-1, 1)]
-            before, after = map(behaviour.differs, beside)
+            before, after = map(behaviour.compare, beside)
         except CaptureError:  # too long: a loop over the tokens
             proof.add_guard(SizeGuard(proof.arguments.tokens, "lt", str(n), True))
             return

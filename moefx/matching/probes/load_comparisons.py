@@ -271,19 +271,11 @@ def _force_large_load(
 ) -> None:
     """Force a comparison to the outcome of a crowd for all experts.
 
-    A comparison of two loads, or an equality with 0, 1 or a non-integer, takes only outcomes not yet seen on this side:
-    others would contradict the loads.
-
     Raises:
         Refused: the outcome changes the form, and no capture with such loads has the form.
     """
-    calls, forced_outcomes = comparison.read.call_stack, [comparison.outcome_if_large]
-    seen = outcomes.get(calls, set())
-    compares_loads = isinstance(comparison.other, (RoutedInt, RoutedFloat, fx.Node))
-    if compares_loads and comparison.op in ORDERED:
-        forced_outcomes = [value for value in (True, False) if value not in seen]
-    elif comparison.op not in ORDERED and (type(comparison.other) is not int or comparison.other in (0, 1)):
-        forced_outcomes = [value for value in forced_outcomes if value not in seen]
+    calls = comparison.read.call_stack
+    forced_outcomes = _choose_outcomes(comparison, outcomes.get(calls, set()))
     for base in bases:
         for value in forced_outcomes:
             if all(read.value is value for read in base.reads if read.call_stack == calls):
@@ -306,6 +298,19 @@ def _force_large_load(
                 slots = proof.evidence.reference.slots
                 proof.add_guard(SizeGuard(f"{proof.arguments.tokens}*{slots}", "lt", str(limit), True))
                 return
+
+
+def _choose_outcomes(comparison: _Comparison, seen: set[Any]) -> list[bool]:
+    """Return the outcomes to force.
+
+    A comparison of two loads, or an equality with 0, 1 or a non-integer, takes only outcomes not yet seen on this side:
+    others would contradict the loads.
+    """
+    if comparison.op in ORDERED:
+        compares_loads = isinstance(comparison.other, (RoutedInt, RoutedFloat, fx.Node))
+        return [v for v in (True, False) if v not in seen] if compares_loads else [comparison.outcome_if_large]
+    may_contradict = type(comparison.other) is not int or comparison.other in (0, 1)
+    return [] if may_contradict and comparison.outcome_if_large in seen else [comparison.outcome_if_large]
 
 
 def _load_every_expert(proof: ProofView, comparison: _Comparison) -> bool:

@@ -1,4 +1,4 @@
-"""A probe: guards against one way in which captures agree although the form does not hold in general."""
+"""`Probe`: guards against one way in which captures agree although the form does not hold in general."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Probe:
 
     Attributes:
         run: finds the targets in the evidence, intervenes in a capture of each, and judges the result: one more
-            capture that must agree, a guard, or `Refused`. `ProofView` lists all that it may do.
-        protects_from: what a wrong rewrite would miss without it, or a refusal that it prevents.
+            capture that must agree, a guard, or `Refused`. `ProofView` lists the steps that it may take.
+        protects_from: the property of a program that a rewrite would miss without it, or a refusal that it prevents.
         again: why it runs again, or "".
     """
 

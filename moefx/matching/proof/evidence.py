@@ -1,4 +1,4 @@
-"""The evidence of a proof: what the captures of a block have shown."""
+"""The evidence of a proof: the canonical forms of its captures, and a log of the program's behaviour in them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ValueLines = tuple[tuple[Any, ...] | None, ...]  # of the expert index, and of t
 
 
 class Evidence:
-    """The canonical forms of captures, and what the program did in all captures.
+    """The canonical forms of captures, and a log of the program's behaviour in all captures.
 
     All forms agree: `add` raises `Refused` for a form that differs from the reference. Only at its start a proof stores
     forms as they come, to choose the reference among them:
@@ -173,7 +173,7 @@ class Evidence:
         self._diagnosed = captured
 
     def log_capture(self, captured: Capture) -> None:
-        """Log what the program did in a capture, whether or not it gets a form."""
+        """Log the program's comparisons and emptiness tests in a capture, whether or not it gets a form."""
         self._compares_floats = self._compares_floats or bool(find_conditions(captured.nodes))
         self.emptiness_tests.add(captured.emptiness_tests)
 

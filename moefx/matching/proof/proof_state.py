@@ -32,7 +32,7 @@ _MAX_GROWTH = 20  # nodes of a capture with forced outcomes, in captures without
 
 
 class ProofState:
-    """What `prove` works on, and the probes through a `ProofView`.
+    """The state that `prove` works on, and the probes through a `ProofView`.
 
     Args:
         max_experts: an upper bound on the number of experts, which decides the number of tokens of captures.
@@ -40,7 +40,7 @@ class ProofState:
             something else.
 
     Attributes:
-        evidence: what captures have shown.
+        evidence: the forms of all captures.
         aligner: lifts captures so that their forms can be compared.
         siblings: numbers of sibling modules (see `find_siblings`).
         size_choice: chooses the sizes of captures.

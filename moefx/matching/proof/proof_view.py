@@ -1,4 +1,4 @@
-"""What a probe may do: the part of a proof that probes see.
+"""`ProofView`: the part of a proof that probes read and change.
 
 A probe is a function of a `ProofView`. It reads the evidence, captures the block in another way, and judges the result:
 it adds a form that must agree with the others, adds a guard on sizes, or raises `Refused`::
@@ -33,7 +33,7 @@ from .size_choice import SizeChoice
 
 
 class EvidenceView(Protocol):
-    """What the captures so far have shown."""
+    """The results of the captures so far."""
 
     @property
     def forms(self) -> tuple[CanonicalForm, ...]:
@@ -79,7 +79,7 @@ class EvidenceView(Protocol):
 
 
 class ProofView(Protocol):
-    """What a probe may do. It refuses by raising `Refused`."""
+    """The steps that a probe may take. It refuses by raising `Refused`."""
 
     # -- read
     @property

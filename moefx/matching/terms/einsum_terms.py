@@ -51,6 +51,7 @@ def build_einsum(terms: Terms, inputs: Sequence[str], output: str, operands: Seq
 
 
 def _contract(terms: Terms, kept: list[tuple[str, Term]], out: str, size: dict[str, int]) -> Term:
+    """Multiply operands, each with its labels, and sum over the labels that are not in `out`."""
     labels = set("".join(s for s, _ in kept))
     if not kept or not set(out) <= labels:
         return _expand_missing(terms, kept, out, size)

@@ -56,8 +56,8 @@ def pick(terms: Terms, t: Term, axis: int, i: int) -> Term:
             return _pick_reshape(terms, t, axis, i)
         case "index":
             return _pick_index(terms, t, axis, i)
-        case "scatter":
-            return _pick_scatter(terms, t, axis, i)
+        case "index_put":
+            return _pick_index_put(terms, t, axis, i)
         case "sum":
             dims, inner = t.args
             reduced = {d % len(inner.shape) for d in dims}
@@ -75,6 +75,7 @@ def pick(terms: Terms, t: Term, axis: int, i: int) -> Term:
 
 
 def _pick_pointwise(terms: Terms, t: Term, axis: int, i: int) -> Term:
+    """Pick from each operand: (a + b)[i] = a[i] + b[i]. Stop at a factor of zero and at a known condition."""
     name, kwargs, *items = t.args
     picked: list = list(items)
     # cheap operands first: after a zero mask the others do not matter
@@ -96,6 +97,7 @@ def _pick_pointwise(terms: Terms, t: Term, axis: int, i: int) -> Term:
 
 
 def _pick_cat(terms: Terms, t: Term, axis: int, i: int) -> Term:
+    """Pick from the piece that holds index `i`, or from all pieces if they are joined along another axis."""
     dim, *pieces = t.args
     if dim != axis:
         return terms.cat([terms.pick(p, axis, i) for p in pieces], dim - (axis < dim))
@@ -176,9 +178,13 @@ def _pick_index(terms: Terms, t: Term, axis: int, i: int) -> Term:
     return terms.index(picked, moved, indices.value, position, routed=True, in_bounds=True)
 
 
-def _pick_scatter(terms: Terms, t: Term, axis: int, i: int) -> Term:
+def _pick_index_put(terms: Terms, t: Term, axis: int, i: int) -> Term:
+    """Pick the last value written at index `i`, plus the values added after it.
+
+    If other axes are written, too, the result is a smaller `index_put` with the writes at index `i`.
+    """
     added: list[Term] = []
-    while t.op == "scatter":  # a loop over experts leaves one `scatter` per expert, too many to recurse
+    while t.op == "index_put":  # a loop over experts leaves one `index_put` per expert, too many to recurse
         base, dims, indices, values, accumulate = t.args
         if axis not in dims:
             break
@@ -192,7 +198,7 @@ def _pick_scatter(terms: Terms, t: Term, axis: int, i: int) -> Term:
             break
         else:
             t = base
-    if t.op != "scatter":
+    if t.op != "index_put":
         return _add_all(terms, terms.pick(t, axis, i), added)
     base, dims, indices, values, accumulate = t.args
     under = terms.pick(base, axis, i)
@@ -202,19 +208,19 @@ def _pick_scatter(terms: Terms, t: Term, axis: int, i: int) -> Term:
         left = without_row(indices.value, q)[:, hits]
         values = terms.index(values, (0,), hits[None], 0)
         dims = [d - (d > axis) for d in dims if d != axis]
-        return _add_all(terms, terms.scatter(under, dims, left, values, accumulate), added)
+        return _add_all(terms, terms.index_put(under, dims, left, values, accumulate), added)
     rest = [d for d in range(len(base.shape)) if d not in dims]
     values = terms.pick(values, 1 + rest.index(axis), i)
     return _add_all(
-        terms, terms.scatter(under, [d - (d > axis) for d in dims], indices.value, values, accumulate), added
+        terms, terms.index_put(under, [d - (d > axis) for d in dims], indices.value, values, accumulate), added
     )
 
 
 def _collect_writes(terms: Terms, t: Term, axis: int) -> tuple[dict[int, list[Write]], Term]:
-    """Collect the writes of a chain of `scatter` along one axis, by index, the last first, and the term below it."""
+    """Collect the writes of a chain of `index_put` along one axis, by index, the last first, and the term below it."""
     if (t, axis) not in terms.writes:
         below, writes = t, dict[int, list[Write]]()
-        while below.op == "scatter" and below.args[1] == (axis,):
+        while below.op == "index_put" and below.args[1] == (axis,):
             below_it, _, indices, values, accumulate = below.args
             for i, hits in indices.find_all_positions(0).items():
                 writes.setdefault(i, []).append((values, accumulate, hits))
@@ -224,7 +230,7 @@ def _collect_writes(terms: Terms, t: Term, axis: int) -> tuple[dict[int, list[Wr
 
 
 def _keep_last(terms: Terms, written: list[Term]) -> Term:
-    """Return the last of the values that one `scatter` writes at one index.
+    """Return the last of the values that one `index_put` writes at one index.
 
     Gradients reach all of them, so `OVERWRITTEN` marks the result. Scalars are routing weights: a write that repeats
     an index needs an expert that is selected twice (see `distinct_choices`).
@@ -242,6 +248,8 @@ def _add_all(terms: Terms, base: Term, added: list[Term]) -> Term:
 
 
 def _pick_axis_op(terms: Terms, t: Term, axis: int, i: int) -> Term:
+    """Pick a batch axis inside the op: softmax(x)[i] = softmax(x[i]). An index of an axis it acts on stays a `select`,
+    except that the softmax of a masked score is zero."""
     name, dims, keep, static, inner = t.args
     acted = {d % len(inner.shape) for d in dims}
     if not keep:

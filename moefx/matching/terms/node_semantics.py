@@ -95,6 +95,11 @@ class Semantics:
         return self.terms.make("node", (node,), tuple(val.shape) if isinstance(val, torch.Tensor) else ())
 
     def _build(self, node: fx.Node) -> Term:
+        """Build the term of a node whose inputs have theirs.
+
+        Parameters and buffers are leaves, known integers are arrays, ops follow their rule in `RULES` or, if they are
+        pointwise, their schema. All else is opaque.
+        """
         val = node.meta.get("val")
         if node.op == "get_attr" and node.meta["kind"] in ("param", "buffer") and isinstance(val, FakeTensor):
             return self.terms.make(node.meta["kind"], (node.meta["fqn"],), tuple(val.shape))

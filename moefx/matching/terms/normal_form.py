@@ -106,6 +106,7 @@ class Terms:
         return self.reshape(t, t.shape[lead:]) if lead else t
 
     def _fold(self, name: str, items: tuple, kwargs: dict, shape: tuple[int, ...]) -> Term | None:
+        """Simplify a pointwise op: x * 0, x + 0, a known condition, known numbers. None if nothing applies."""
         if name in ("mul", "add", "sub", "div"):
             a, b = items
             if name == "mul" and (is_const(a, 0) or is_const(b, 0)):
@@ -288,7 +289,7 @@ class Terms:
                 return self.slice(t, dims[0], first, last + 1, step)
         return self.make("index", (t, dims, self.intern(indices), position), shape)
 
-    def scatter(self, base: Term, dims: Sequence[int], indices: torch.Tensor, values: Term, accumulate: bool) -> Term:
+    def index_put(self, base: Term, dims: Sequence[int], indices: torch.Tensor, values: Term, accumulate: bool) -> Term:
         """Write (or add) `values` [n, *rest] into `base` at `indices` [m, n] of `dims`."""
         if indices.shape[1] == 0:
             return base
@@ -300,12 +301,12 @@ class Terms:
             return self.permute(values, order)  # every element is written
         if self._is_noop_write(base, dims, indices, values, accumulate):
             return base
-        return self.make("scatter", (base, tuple(dims), self.intern(indices), values, accumulate), base.shape)
+        return self.make("index_put", (base, tuple(dims), self.intern(indices), values, accumulate), base.shape)
 
     def _is_noop_write(
         self, base: Term, dims: Sequence[int], indices: torch.Tensor, values: Term, accumulate: bool
     ) -> bool:
-        """Return whether `scatter` adds zeros, or writes the values that `base` has: `y[0, 0] += 0 * weight.sum()`."""
+        """Return whether a write adds zeros, or writes the values that `base` has: `y[0, 0] += 0 * weight.sum()`."""
         if accumulate:
             return is_const(values, 0)
         if indices.shape[1] > 1:

@@ -24,7 +24,7 @@ _COST = {
     "param": 1,
     "buffer": 1,
     "node": 1,
-    "scatter": 2,
+    "index_put": 2,
     "reshape": 2,
     "expand": 2,
     "permute": 2,
@@ -55,6 +55,7 @@ def routed_axes(terms: Terms, t: Term) -> frozenset[int]:
 
 
 def _find_routed_axes(terms: Terms, t: Term) -> set[int]:
+    """Compute `routed_axes` from those of the operands; axes of size one may be among them."""
     match t.op:
         case "const" | "node" | "buffer" | "call":
             return set()
@@ -95,7 +96,7 @@ def _find_routed_axes(terms: Terms, t: Term) -> set[int]:
             return out | {
                 r if r < position else r + width for r, d in enumerate(rest) if d in routed_axes(terms, inner)
             }
-        case "scatter":
+        case "index_put":
             base, dims, _, values, _ = t.args
             rest = [d for d in range(len(base.shape)) if d not in dims]
             return (
@@ -147,13 +148,14 @@ def resolve(terms: Terms, t: Term) -> Term:
             return terms.slice(terms.resolve(t.args[0]), *t.args[1:])
         case "cat":
             return terms.cat([terms.resolve(p) for p in t.args[1:]], t.args[0])
-        case "scatter" | "index" if len(t.shape) == 1 and t.shape[0] <= 4096:
+        case "index_put" | "index" if len(t.shape) == 1 and t.shape[0] <= 4096:
             parts = [terms.reshape(terms.resolve(terms.pick(t, 0, i)), (1,)) for i in range(t.shape[0])]
             return terms.cat(parts, 0)
     return t
 
 
 def _resolve_sum(terms: Terms, t: Term) -> Term:
+    """Write a sum over one routed axis out as an addition of its picks."""
     dims, inner = t.args
     routed = routed_axes(terms, inner) & {d % len(inner.shape) for d in dims}
     if not routed or inner.shape[min(routed)] > _MAX_TERMS:
@@ -181,6 +183,7 @@ def _resolve_einsum(terms: Terms, t: Term) -> Term:
 
 
 def _expand_label(terms: Terms, t: Term, label: str) -> Term:
+    """Write the sum over a label of an einsum out as additions, without the summands that have a factor of zero."""
     inputs, output, *operands = t.args
     n = next(o.shape[s.index(label)] for s, o in zip(inputs, operands, strict=True) if label in s)
     total = terms.const(0, t.shape)
@@ -199,6 +202,7 @@ def _expand_label(terms: Terms, t: Term, label: str) -> Term:
 
 
 def _split_label(terms: Terms, t: Term, label: str, sizes: list[int]) -> Term:
+    """Write the sum over a label of an einsum as a sum over consecutive parts of these sizes."""
     inputs, output, *operands = t.args
     total, start = terms.const(0, t.shape), 0
     for n in sizes:

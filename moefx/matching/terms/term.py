@@ -31,7 +31,7 @@ class Term:
     | `sum` | dims, operand |
     | `reshape`, `permute`, `expand`, `slice`, `cat` | as in torch |
     | `index` | operand, dims, `Array` [m, *I], position of the axes I in the result: advanced indexing |
-    | `scatter` | base, dims, `Array` [m, n], values [n, *rest], accumulate: every kind of scatter |
+    | `index_put` | base, dims, `Array` [m, n], values [n, *rest], accumulate: every kind of scatter |
     | `select` | operand, ((axis, i), ...): an element that stays symbolic |
     | `call` | function, arguments and keyword arguments (with `Operand` for terms), index of the result, operands |
 

@@ -61,7 +61,7 @@ class Builder:
             self.cat,
             self.index,
             self.index_many,
-            self.scatter,
+            self.put,
             self.put_many,
             self.gather,
             self.arithmetic,
@@ -149,7 +149,7 @@ class Builder:
         columns = torch.arange(x.shape[1]).expand_as(ids)
         return self.terms.index(t, (0, 1), torch.stack([ids, columns]), 0), x.gather(0, ids)
 
-    def scatter(self, pair: Pair) -> Pair:
+    def put(self, pair: Pair) -> Pair:
         """Apply `index_add` or `index_copy` along any axis."""
         t, x = pair
         if not x.dim():
@@ -160,7 +160,7 @@ class Builder:
         source, y = self.leaf(n, *x.shape[:dim], *x.shape[dim + 1 :])
         moved = y.movedim(0, dim)
         out = x.index_add(dim, ids, moved) if accumulate else x.index_copy(dim, ids, moved)
-        return self.terms.scatter(t, (dim,), ids[None], source, accumulate), out
+        return self.terms.index_put(t, (dim,), ids[None], source, accumulate), out
 
     def put_many(self, pair: Pair) -> Pair:
         """Apply `index_put` to the first two axes."""
@@ -173,7 +173,7 @@ class Builder:
         a, b = flat // x.shape[1], flat % x.shape[1]
         source, y = self.leaf(n, *x.shape[2:])
         indices = torch.stack([a, b])
-        return self.terms.scatter(t, (0, 1), indices, source, accumulate), x.index_put((a, b), y, accumulate)
+        return self.terms.index_put(t, (0, 1), indices, source, accumulate), x.index_put((a, b), y, accumulate)
 
     # ------------------------------------------------------------------ arithmetic
     def partner(self, x: torch.Tensor) -> Pair:
@@ -254,7 +254,7 @@ def test_compositions_equal_torch(data, shape, steps):
         "index",
         "index_many",
         "gather",
-        "scatter",
+        "put",
         "put_many",
         "arithmetic",
         "where",
@@ -369,11 +369,11 @@ class TestNormalForm:
         """Distinguish rows that one op writes to the same position: gradients reach all of them, not only the last."""
         T = Terms()
         base, new = T.make("param", ("b",), (3, 2)), T.make("param", ("n",), (2, 2))
-        out = T.scatter(base, (0,), torch.tensor([[1, 1]]), new, False)
+        out = T.index_put(base, (0,), torch.tensor([[1, 1]]), new, False)
         both = T.pick(new, 0, 0), T.pick(new, 0, 1)
         assert T.pick(out, 0, 1) is T.pointwise(OVERWRITTEN, *both) and T.pick(out, 0, 0) is T.pick(base, 0, 0)
-        again = T.scatter(
-            T.scatter(base, (0,), torch.tensor([[1]]), new, False), (0,), torch.tensor([[1]]), both[1], False
+        again = T.index_put(
+            T.index_put(base, (0,), torch.tensor([[1]]), new, False), (0,), torch.tensor([[1]]), both[1], False
         )
         assert T.pick(again, 0, 1) is both[1]
 
@@ -381,7 +381,7 @@ class TestNormalForm:
         T = Terms()
         out = T.const(0, (4, 2))
         for e in range(3000):
-            out = T.scatter(out, (0,), torch.tensor([[e % 4]]), T.make("param", (f"e{e}",), (1, 2)), True)
+            out = T.index_put(out, (0,), torch.tensor([[e % 4]]), T.make("param", (f"e{e}",), (1, 2)), True)
         assert format_term(T.pick(out, 0, 3), 1).startswith("add(")
 
     def test_columns_of_several_slots(self):

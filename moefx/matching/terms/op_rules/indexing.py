@@ -105,7 +105,7 @@ def scatter(terms: Terms, base: Term, dim: int, indices: torch.Tensor, source: T
     grid[axes.index(dim)] = core
     values = terms.permute(source, [*axes, *free])
     values = terms.reshape(values, (core.numel(), *[base.shape[d] for d in free]))
-    return terms.scatter(base, axes, grid.reshape(len(axes), -1), values, accumulate)
+    return terms.index_put(base, axes, grid.reshape(len(axes), -1), values, accumulate)
 
 
 @rule("scatter")
@@ -157,7 +157,7 @@ def _index_add(builder: TermBuilder, n: fx.Node, a: Term, dim: int, _: Any, sour
     indices = builder.numbers(n.args[2]).reshape(1, -1)
     if source.shape:
         source = builder.terms.permute(source, [dim, *[d for d in range(len(a.shape)) if d != dim]])
-    return builder.terms.scatter(a, (dim,), indices, source, get_op_name(n) == "index_add")
+    return builder.terms.index_put(a, (dim,), indices, source, get_op_name(n) == "index_add")
 
 
 @rule("index_put", "_unsafe_index_put", "_index_put_impl")
@@ -180,13 +180,13 @@ def _index_put(
         *range(position + width, len(values.shape)),
     ]
     values = builder.terms.reshape(builder.terms.permute(values, front), (math.prod(indices.shape[1:]), *rest_shape))
-    return builder.terms.scatter(a, dims, indices.reshape(len(dims), -1), values, bool(accumulate))
+    return builder.terms.index_put(a, dims, indices.reshape(len(dims), -1), values, bool(accumulate))
 
 
 @rule("select_scatter")
 def _select_scatter(builder: TermBuilder, n: fx.Node, a: Term, b: Term, dim: int, i: int) -> Term:
     dim %= len(a.shape)
-    return builder.terms.scatter(
+    return builder.terms.index_put(
         a, (dim,), torch.tensor([[i % a.shape[dim]]]), builder.terms.reshape(b, (1, *b.shape)), False
     )
 
@@ -207,13 +207,13 @@ def _slice_scatter(
     if len(indices) == a.shape[dim]:
         return b
     b = builder.terms.permute(b, [dim, *[d for d in range(len(a.shape)) if d != dim]])
-    return builder.terms.scatter(a, (dim,), indices[None], b, False)
+    return builder.terms.index_put(a, (dim,), indices[None], b, False)
 
 
 @rule("masked_scatter")
 def _masked_scatter(builder: TermBuilder, n: fx.Node, a: Term, _: Any, source: Term) -> Term:
     indices = builder.numbers(n.args[1]).expand(a.shape).nonzero().t()
     flat = builder.terms.reshape(source, (math.prod(source.shape),))
-    return builder.terms.scatter(
+    return builder.terms.index_put(
         a, tuple(range(len(a.shape))), indices, builder.terms.slice(flat, 0, 0, indices.shape[1]), False
     )
