@@ -116,7 +116,7 @@ class Refused(MoefxError):
         super().__init__(f"{reason}{names}{where}" + (f". {remedy}" if remedy else ""))
 
     def replace(self, *, source: str, remedy: str) -> Refused:
-        """Return the refusal with another source line and remedy."""
+        """Return a copy with another source line and remedy."""
         refusal = Refused(self.reason, culprits=self.culprits, source=source, remedy=remedy, cause=self.cause)
         refusal.trace = self.trace
         return refusal

@@ -11,8 +11,7 @@ Everything before and after is the user's own program, re-emitted by `residual_g
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -30,6 +29,7 @@ from ..matching.results.match_result import Match
 from ..matching.results.size_samples import SizeSamples
 from ..matching.terms.parameter_slices import get_tensor
 from ..matching.unsupported_effects import refuse_effects
+from .rewriting.aligned_effects import AlignedEffect, align_effects
 from .rewriting.aligned_nodes import AlignedNodes, list_leaf_nodes
 from .rewriting.residual_graph import ResidualGraph
 from .rewriting.routed_sum import RoutedSum
@@ -69,13 +69,6 @@ class Placeholders:
     objects: dict[int, str]
 
 
-class AlignedEffect(NamedTuple):
-    """An effect of the block, with its new value in all captures: one `AlignedNodes`, or the leaves of a container."""
-
-    effect: Effect
-    leaves: list[Any]
-
-
 def rewrite(match: Match, samples: SizeSamples, names: Placeholders) -> tuple[Match, RewriteResult]:
     """Rewrite a block to the dialect. Also return the match for which the rewrite is valid.
 
@@ -109,7 +102,7 @@ class Rewriter:
         """
         outputs, out_spec = self._align_outputs()
         self._require_autocast()
-        effects = self._collect_effects()
+        effects = self._align_effects()
         self._copy_overwritten_inputs(effects)
         plan = self._plan_residual(outputs, effects)
         own_effects = self._select_own_effects(effects, plan)
@@ -294,19 +287,16 @@ class Rewriter:
                 out.append(AlignedNodes(list_leaf_nodes(c.out)[0] for c in call))
         return out
 
-    def _collect_effects(self) -> list[AlignedEffect]:
-        """Return the effects, which are the same in all captures."""
-        per_capture = [c.effects for c in self.residual.captures]
+    def _align_effects(self) -> list[AlignedEffect]:
+        """Return the effects, which are the same in all captures.
+
+        Raises:
+            Refused: they differ, a rewritten block cannot repeat them, or the experts compute the value of a buffer.
+        """
         for capture in self.residual.captures:
             refuse_effects(capture)
-        _require_equal_targets(per_capture)
-        out = []
-        for column in zip(*per_capture, strict=True):
-            if column[0].kind == "state":
-                self.states.append(column[0])
-            else:
-                out.append(AlignedEffect(column[0], self._align_leaves(column)))
-        for effect, leaves in out:
+        effects, self.states = align_effects([c.effects for c in self.residual.captures])
+        for effect, leaves in effects:
             if effect.kind == "buffer" and leaves[0].first in self.form.replaced_nodes:
                 raise Refused(
                     f"the experts' computation updates the buffer {effect.target}",
@@ -314,24 +304,7 @@ class Rewriter:
                     source=str(leaves[0].first.meta["source"]),
                     remedy="update it from the sum of all experts, behind their loop",
                 )
-        return out
-
-    def _align_leaves(self, column: Sequence[Effect]) -> list[Any]:
-        """Return the leaves of an effect's value: `AlignedNodes` over the captures, or plain values."""
-        flat = [pytree.tree_flatten(e.node) for e in column]
-        if any(spec != flat[0][1] for _, spec in flat):
-            raise Refused(
-                f"the value of the block's attribute {column[0].target} depends on the routing",
-                culprits=(str(column[0].target),),
-                source=_find_line(column),
-                remedy="give it the same number of tensors in every call, such as one for each expert",
-            )
-        leaves = []
-        for values in zip(*[values for values, _ in flat], strict=True):
-            if not isinstance(values[0], fx.Node) and any(v != values[0] for v in values):
-                self.states.append(column[0])
-            leaves.append(AlignedNodes(values) if isinstance(values[0], fx.Node) else values[0])
-        return leaves
+        return effects
 
     def _emit_effects(self, effects: list[AlignedEffect]) -> list[str]:
         """Emit the writes to attributes, buffers and inputs, and return the names of the attributes."""
@@ -355,29 +328,6 @@ class Rewriter:
                 target = self.overwritten[effect.target]
             self.residual.call(aten.copy_.default, (target, value), {}, {"source": str(aligned.first.meta["source"])})
         return attributes
-
-
-def _require_equal_targets(per_capture: Sequence[Sequence[Effect]]) -> None:
-    """Require that all captures change the same buffers, inputs and attributes, in the same order."""
-    targets = [[(e.kind, str(e.target)) for e in effects] for effects in per_capture]
-    if all(t == targets[0] for t in targets):
-        return
-    differing = {
-        target for t in targets for target in t if any(t.count(target) != other.count(target) for other in targets)
-    }
-    culprits = tuple(sorted({name for _, name in differing}))
-    raise Refused(
-        "which buffers or attributes the block changes depends on the routing",
-        culprits=culprits,
-        source=_find_line([e for effects in per_capture for e in effects if str(e.target) in culprits or not culprits]),
-        remedy="change them in every call, and choose between the values by torch.where",
-    )
-
-
-def _find_line(effects: Sequence[Effect]) -> str:
-    """Return the user's line that computes the new value of an effect, or "" if none is a tensor."""
-    nodes = (node for e in effects for node in pytree.tree_leaves(e.node) if _is_node(node))
-    return next((str(node.meta["source"]) for node in nodes if "source" in node.meta), "")
 
 
 def _changes_module(effect: Effect, call: SubmoduleCall) -> bool:

@@ -273,11 +273,8 @@ class ResidualGraph:
         """Return the node of an object from the block's arguments or from a submodule's result."""
         nodes = {self.objects.get(id(v)) for v in values}
         if (node := nodes.pop()) is None or nodes:
-            raise Refused(
-                f"which object is passed on depends on the routing: {get_name(values[0])}",
-                source=line,
-                remedy="pass the same object in every call",
-            )
+            reason = f"which object is passed on depends on the routing: {get_name(values[0])}"
+            raise Refused(reason, source=line, remedy="pass the same object in every call")
         return node
 
     def _mark_autocast(self, node: fx.Node, dtype: torch.dtype | None) -> None:
