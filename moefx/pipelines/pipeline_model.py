@@ -17,6 +17,7 @@ from ..runtime.ranks.state_dicts import RefuseOwnGroups, ShardOnLoad
 from ..util.turn_taking import WaitCounts, take_turns
 from .micro_batches import check_batch, describe_inputs, split_inputs, split_tree
 from .pipeline_schedules import Stage, StageOrder, run_forwards
+from .stage_dry_run import replace_submodule
 from .stage_sharding import drop_unreduced_gradients
 from .stage_split import StageSplit, check_boundary
 from .stage_state import StageGroup
@@ -52,14 +53,11 @@ class Pipeline(nn.Module):
         self.overlaps_exchanges, self.wait_counts = order.kind.is_dual, WaitCounts()
         self._scheduled_inputs: Any = None  # a description of the inputs that `_schedule` is built for
         self._schedule: Any = None
-        own_modules: dict[str, nn.Module] = {}
-        for stage in stages:
-            own_modules |= {name: stage.model.get_submodule(name) for name in split.list_units(stage.number)}
-        own_modules |= {name: stages[0].model.get_submodule(name) for name in split.shared}
-        for name, _ in model.named_modules():
-            if name in own_modules:
-                _add_module(self, name, own_modules[name])
-        prefixes = tuple(f"{name}." for name in own_modules)
+        names: list[str] = []
+        for name, module in _list_own_modules(model, stages, split):
+            names.append(name)
+            _add_module(self, name, module)
+        prefixes = tuple(f"{name}." for name in names)
         self._names_elsewhere = [name for name in group.names if not name.startswith(prefixes)]
         self.register_load_state_dict_pre_hook(ShardOnLoad())
         self.register_load_state_dict_pre_hook(self._drop_other_stages)
@@ -211,6 +209,27 @@ class Pipeline(nn.Module):
             f"schedule={self._order.name!r}, microbatches={self._order.microbatches}, {self._split.layers}: {layers} "
             f"({self.cut_basis}), stages here: {', '.join(map(str, self.stages))}{overlap}"
         )
+
+
+def _list_own_modules(model: nn.Module, stages: list[Stage], split: StageSplit) -> list[tuple[str, nn.Module]]:
+    """Return the layers and other modules of a rank's stages, in the order of the model, a module with several names
+    under each of them. The stages get one module each for the modules that they share, so that values which are loaded
+    reach all stages."""
+    for stage in stages[1:]:
+        for name in split.shared:
+            replace_submodule(stage.model, name, stages[0].model.get_submodule(name))
+    units = [(stages[0], name) for name in split.shared]
+    units += [(stage, name) for stage in stages for name in split.list_units(stage.number)]
+    own_modules = {model.get_submodule(name): stage.model.get_submodule(name) for stage, name in units}
+
+    def visit(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+        for key, child in module._modules.items():
+            if child in own_modules:
+                yield f"{path}{key}", own_modules[child]
+            elif child is not None:
+                yield from visit(child, f"{path}{key}.")
+
+    return list(visit(model, ""))
 
 
 def _list_parameters(model: nn.Module) -> list[str]:

@@ -140,10 +140,17 @@ def split_model(
     with_parameters = [name for name in outer if next(model.get_submodule(name).parameters(), None) is not None]
     dry_run = DryRun(model, layers, with_parameters)
     end_by_module = _run_examples(dry_run, model, example_inputs)
-    last = len(counts) - 1
-    owners = {
-        outer_name: 0 if end_by_module.get(outer_name, FIRST) == FIRST else last for outer_name in with_parameters
-    }
+    stage_by_parameter: dict[nn.Parameter, int] = {}
+    for stage, count in enumerate(counts):
+        begin = sum(counts[:stage])
+        for key in keys[begin : begin + count]:
+            stage_by_parameter |= dict.fromkeys(model.get_submodule(f"{layers}.{key}").parameters(), stage)
+    owners = {name: 0 if end == FIRST else len(counts) - 1 for name, end in end_by_module.items()}
+    for name, stage in owners.items():
+        stage_by_parameter |= dict.fromkeys(model.get_submodule(name).parameters(), stage)
+    for name in with_parameters:  # a second name of a module, or a module that the forward does not call
+        parameter = next(model.get_submodule(name).parameters())
+        owners.setdefault(name, stage_by_parameter.get(parameter, 0))
     shared_names = tuple(outer_name for outer_name in outer if outer_name not in owners)
     split = StageSplit(layers, keys, counts, owners, shared_names, dry_run, basis)
     _check_parameters(model, split)
@@ -151,12 +158,14 @@ def split_model(
 
 
 def _list_outer_modules(model: nn.Module, layers: str) -> list[str]:
-    """Return the outermost modules that do not contain the layers.
+    """Return the names of the outermost modules that do not contain the layers. A module may have several names.
 
     Raises:
         InvalidInput: a module around the layers has parameters or saved buffers of its own.
     """
-    names, path = [], ""
+    outer: list[tuple[str, nn.Module]] = []
+    around: list[nn.Module] = []
+    path = ""
     for step in layers.split("."):
         module = model.get_submodule(path)
         for name, _ in module.named_parameters(recurse=False):
@@ -171,9 +180,12 @@ def _list_outer_modules(model: nn.Module, layers: str) -> list[str]:
                     "every stage of a pipeline, and in no state dict: put it into a module that runs before or after "
                     "the layers, or register it with persistent=False"
                 )
-        names += [f"{path}.{key}" if path else key for key, _ in module.named_children() if key != step]
+        around.append(module)
+        children = ((key, child) for key, child in module._modules.items() if child is not None and key != step)
+        outer += [(f"{path}.{key}" if path else key, child) for key, child in children]
         path = f"{path}.{step}" if path else step
-    return names
+    around.append(model.get_submodule(layers))
+    return [name for name, child in outer if child not in around]
 
 
 def _run_examples(dry_run: DryRun, model: nn.Module, example_inputs: Any) -> dict[str, str]:

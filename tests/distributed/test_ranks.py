@@ -228,6 +228,11 @@ def test_mistakes_with_pipelines_are_refused(four_ranks, case):
     four_ranks(*case)
 
 
+@for_each_case("pipeline_module_cases")
+def test_pipelines_of_models_with_shared_modules(four_ranks, case):
+    four_ranks(*case)
+
+
 @pytest.mark.sampled(2)
 @for_each_case("build_cases")
 def test_entries_of_the_planner_run(four_ranks, case):
