@@ -12,7 +12,7 @@ from .stage_modules import Call
 
 
 def split_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> tuple[list[Call], int]:
-    """Cut the arguments of a model along the batch, the first dimension of the first tensor.
+    """Cut the arguments of a model along the batch: the first dimension of the first tensor in which it is not 1.
 
     Tensors whose first dimension is 1 and numbers are the same for all micro-batches.
 
@@ -22,13 +22,13 @@ def split_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> 
     Raises:
         InvalidInput: the inputs hold no tensor, the batch cannot be cut evenly, or first dimensions differ.
     """
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
-    if not tensors:
+    tensor = _find_batched_tensor(args, kwargs)
+    if tensor is None:
         raise InvalidInput(
             "step() needs the model's inputs on every rank: all stages compute masks and positions from them. Ranks of "
             "one pipeline pass the same inputs"
         )
-    batch = len(tensors[0])
+    batch = len(tensor)
     if batch % number or not batch:
         raise InvalidInput(
             f"the batch of {batch} cannot be cut into microbatches={number} equal parts: pass a multiple of {number}"
@@ -43,15 +43,22 @@ def check_batch(args: tuple[Any, ...], kwargs: dict[str, Any], planned: tuple[in
         planned: sequences of a rank in a step, and tokens of a sequence.
 
     Raises:
-        InvalidInput: the first tensor has another first or second dimension.
+        InvalidInput: the tensor that has the batch has another first or second dimension.
     """
-    shape = next(leaf.shape for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim())
+    tensor = _find_batched_tensor(args, kwargs)
+    shape = () if tensor is None else tensor.shape
     if tuple(shape[:2]) != planned[: len(shape)]:
         raise InvalidInput(
             f"the inputs of a step have the shape {list(shape)}, and the entry of the planner is for {planned[0]} "
             f"sequences of {planned[1]} tokens on a rank: pass batches of this size, or rank layouts for yours with "
             "moefx.plan(..., batch=, tokens=). pipe.planned_batch = None takes any"
         )
+
+
+def _find_batched_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the first tensor whose first dimension is not 1; for a batch of 1, the first tensor."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
+    return next((tensor for tensor in tensors if len(tensor) != 1), tensors[0] if tensors else None)
 
 
 def split_tree(tree: Any, batch: int, number: int, subject: str) -> list[Any]:

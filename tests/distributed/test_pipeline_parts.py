@@ -14,7 +14,7 @@ from torch.distributed.pipelining import schedules
 
 from moefx.distribution.layer_container import find_layer_container
 from moefx.errors import InvalidInput, InvalidPlan
-from moefx.pipelines.micro_batches import split_inputs, split_tree
+from moefx.pipelines.micro_batches import check_batch, split_inputs, split_tree
 from moefx.pipelines.pipeline_schedules import KINDS, SIMULATED, StageOrder, order_stages
 from moefx.pipelines.stage_sharding import resolve_zero
 from moefx.pipelines.stage_split import count_layers, find_layer_keys, read_split, split_model
@@ -122,6 +122,19 @@ def test_inputs_are_cut_along_the_batch():
     with pytest.raises(InvalidInput, match="batch of 6 cannot be cut into microbatches=4"):
         split_inputs((ids,), {}, 4)
     assert [part["y"].tolist() for part in split_tree({"y": torch.arange(4)}, 4, 2, "the target")] == [[0, 1], [2, 3]]
+
+
+def test_an_input_that_micro_batches_share_may_come_first():
+    ids, positions = torch.arange(12).view(6, 2), torch.arange(2).view(1, 2)
+    calls, batch = split_inputs((), {"position_ids": positions, "input_ids": ids}, 3)
+    assert batch == 6 and torch.equal(calls[1][1]["input_ids"], ids[2:4])
+    assert calls[1][1]["position_ids"] is positions
+    check_batch((positions, ids), {}, (6, 2))
+    with pytest.raises(InvalidInput, match=r"have the shape \[6, 2\], and the entry of the planner is for 4 sequences"):
+        check_batch((positions, ids), {}, (4, 2))
+    assert split_inputs((positions,), {}, 1)[1] == 1
+    with pytest.raises(InvalidInput, match="batch of 1 cannot be cut into microbatches=2"):
+        split_inputs((positions,), {}, 2)
 
 
 def test_invalid_splits_raise():
