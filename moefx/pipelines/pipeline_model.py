@@ -18,9 +18,12 @@ from ..util.turn_taking import WaitCounts, take_turns
 from .micro_batches import check_batch, describe_inputs, split_inputs, split_tree
 from .pipeline_schedules import Stage, StageOrder, run_forwards
 from .stage_dry_run import replace_submodule
+from .stage_modules import Call
 from .stage_sharding import drop_unreduced_gradients
 from .stage_split import StageSplit, check_boundary
 from .stage_state import StageGroup
+
+_MAX_BOUNDARIES = 64  # batches of ever new lengths must not fill the memory
 
 
 class Pipeline(nn.Module):
@@ -53,6 +56,7 @@ class Pipeline(nn.Module):
         self.overlaps_exchanges, self.wait_counts = order.kind.is_dual, WaitCounts()
         self._scheduled_inputs: Any = None  # a description of the inputs that `_schedule` is built for
         self._schedule: Any = None
+        self._boundaries: dict[Any, Tensor] = {}
         names: list[str] = []
         for name, module in _list_own_modules(model, stages, split):
             names.append(name)
@@ -127,9 +131,8 @@ class Pipeline(nn.Module):
         """Give the stages their micro-batches, and take them away afterwards.
 
         Raises:
-            InvalidInput: the inputs cannot be cut, or differ between ranks. Raised on every rank of the pipeline if the
-                shapes are new on every rank, as in the first step. If they are new on one rank only, the others wait
-                in their schedule until the timeout of the process group.
+            InvalidInput: on one rank of the mesh the inputs or the target cannot be cut or are missing, or the inputs
+                differ between ranks of a pipeline. Raised on every rank of the mesh, before the step begins.
         """
         calls, targets, error, seen = [], None, None, None
         try:
@@ -144,15 +147,13 @@ class Pipeline(nn.Module):
                 targets = split_tree(target, batch, self._order.microbatches, "the target")
             seen = (*describe_inputs(*calls[0]), self.training, self.overlaps_exchanges)
             if seen != self._scheduled_inputs:
-                boundary = check_boundary(self._split, *calls[0])
+                boundary = self._find_boundary(calls[0])
                 for stage in self._own_stages:
                     stage.port.boundary = boundary.to(stage.sharding.find_hidden_dtype(boundary))
         except MoefxError as found:
             error = found
-        if self._scheduled_inputs is None or seen not in (None, self._scheduled_inputs):
+        if self._group.is_true_on_any(error is not None or seen != self._scheduled_inputs):
             self._rebuild_schedule(error, seen)
-        elif error is not None:
-            raise error
         for stage in self._own_stages:
             stage.port.inputs, stage.port.losses = calls, []
             stage.port.targets = targets if stage.port.is_last else None
@@ -170,15 +171,25 @@ class Pipeline(nn.Module):
                 module.reshard()
 
     def _rebuild_schedule(self, error: Exception | None, seen: Any) -> None:
-        """Build torch's schedule for inputs of new shapes, if all ranks of the pipeline have the same ones."""
+        """Build torch's schedule for inputs of new shapes, if all ranks of the pipeline have the same ones. Collective
+        over the mesh."""
         self._scheduled_inputs = None
         inputs = self._group.raise_together(error, seen)
         if any(other != seen for other in inputs):
-            self._group.raise_together(
-                InvalidInput(f"ranks of a pipeline pass inputs of different shapes: {inputs}. Pass the same inputs")
-            )
+            error = InvalidInput(f"ranks of a pipeline pass inputs of different shapes: {inputs}. Pass the same inputs")
+        self._group.raise_together(error)
         self._schedule = self._order.build(self._own_stages, self._group.group, self._device)
         self._scheduled_inputs = seen
+
+    def _find_boundary(self, call: Call) -> Tensor:
+        """Check the cut for the inputs of a micro-batch, once for each mode and kind of inputs. Returns the hidden
+        states between stages, a meta tensor."""
+        seen = (*describe_inputs(*call), self.training)
+        if seen not in self._boundaries:
+            if len(self._boundaries) == _MAX_BOUNDARIES:
+                self._boundaries.clear()
+            self._boundaries[seen] = check_boundary(self._split, *call)
+        return self._boundaries[seen]
 
     def _average_loss(self) -> Tensor:
         losses = [] if self._last_stage is None else self._last_stage.port.losses

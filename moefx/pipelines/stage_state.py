@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..distribution.mesh_agreement import gather_by_rank
 from ..errors import InvalidInput
 from ..runtime.ranks.sharding import PIPELINE_AXIS
 from ..util.rank_values import gather_or_raise, gather_values
@@ -32,13 +33,28 @@ class StageGroup:
         return gather_values(value, self.group)
 
     def raise_together(self, error: Exception | None, value: Any = None) -> list[Any]:
-        """Raise on every rank of the pipeline axis if one of them has an error. Collective.
+        """Raise on every rank of the mesh if one of them has an error. Collective over the mesh.
 
         Returns:
-            The values of all ranks.
+            The values of the ranks of the pipeline axis.
         """
-        names = [f"rank {position} of the pipeline axis" for position in range(len(self.ranks))]
-        return gather_or_raise(value, error, self.gather, names, InvalidInput)
+        all_ranks = sorted(self.mesh.mesh.flatten().tolist())
+
+        def gather(own_value: Any) -> list[Any]:
+            value_by_rank = gather_by_rank(self.mesh, own_value)
+            return [value_by_rank[rank] for rank in all_ranks]
+
+        values = gather_or_raise(value, error, gather, [f"rank {rank}" for rank in all_ranks], InvalidInput)
+        value_by_rank = dict(zip(all_ranks, values, strict=True))
+        return [value_by_rank[rank] for rank in self.ranks]
+
+    def is_true_on_any(self, flag: bool) -> bool:
+        """Return whether a flag is true on any rank of the mesh. Collective over the mesh. The host waits."""
+        number = torch.tensor(int(flag), device=self.mesh.device_type)
+        for dim in range(self.mesh.ndim):
+            if self.mesh.size(dim) > 1:
+                dist.all_reduce(number, dist.ReduceOp.MAX, group=self.mesh.get_group(dim))
+        return bool(number.item())
 
     def gather_state(self, state: dict[str, Any], *, cpu: bool, rank: int | None) -> dict[str, Any]:
         """Merge the full state dicts of the stages. One broadcast per tensor.

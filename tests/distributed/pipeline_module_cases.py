@@ -9,6 +9,7 @@ import moefx
 
 from .pipeline_training_cases import V_SHAPED, Decoder, build, draw_batch, find_data_rank, loss_fn, make_mesh
 
+
 class Scale(nn.Module):
     """Module without parameters, with a buffer in the state dict."""
 

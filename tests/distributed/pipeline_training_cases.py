@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import moefx
 from moefx.errors import InvalidInput, MoefxError
 from moefx.ir.ops import expert_mlp as experts
+from moefx.pipelines.stage_dry_run import DryRun
 
 from ..blocks import D
 from ..ir.counting import Counting
@@ -236,6 +237,20 @@ def case_evaluation_and_inference() -> None:
         wanted = loss_fn(model(ids.flatten(0, 1)), target.flatten(0, 1))
         torch.testing.assert_close(pipe.evaluate(ids[number], target=target[number]), wanted)
         assert not any(module.training for stage in pipe.eval().stages.values() for module in stage.modules())
+
+
+def case_the_cut_is_checked_once_for_each_mode() -> None:
+    mesh = make_mesh(pp=2, ep=2)
+    pipe = build(Decoder("gated", "joined"), mesh)
+    (ids,), losses = EXAMPLE, []
+    ids = ids.repeat(4, 1)
+    with mock.patch.object(DryRun, "run", autospec=True, side_effect=DryRun.run) as run:
+        for _ in range(3):
+            losses += [pipe.train().step(ids, target=ids), pipe.eval().evaluate(ids, target=ids)]
+        assert run.call_count == 2, run.call_count
+        pipe.evaluate(ids[:, :2], target=ids[:, :2])
+        assert run.call_count == 3, run.call_count
+    torch.testing.assert_close(torch.stack(losses), losses[0].expand(6))
 
 
 def case_arguments_of_the_model() -> None:
