@@ -52,6 +52,8 @@ class Pipeline(nn.Module):
         self._device = torch.device(group.mesh.device_type)
         if self._device.type == "cuda":
             self._device = torch.device("cuda", torch.cuda.current_device())
+        for stage in stages:
+            stage.port.device = self._device
         self.cut_basis, self.planned_batch = split.basis, cast("tuple[int, int] | None", None)
         self.overlaps_exchanges, self.wait_counts = order.kind.is_dual, WaitCounts()
         self._scheduled_inputs: Any = None  # a description of the inputs that `_schedule` is built for

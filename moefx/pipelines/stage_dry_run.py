@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..errors import InvalidInput
+from ..errors import InvalidInput, MoefxError
 from ..util.model_copy import copy_model
 from ..util.user_code import forward_line, user_line
 from .stage_modules import AbsentModule, SkippedLayer, find_hidden, select_output
@@ -89,27 +89,33 @@ class DryRunState:
 
 
 class RecordedLayer(SkippedLayer):
+    _moefx_read_error = MoefxError  # `hasattr` must not hide it
+
     def __init__(self, layer: nn.Module, index: int, name: str, state: DryRunState):
-        super().__init__(layer)
-        self.index, self.name, self.state = index, name, state
+        super().__init__(layer, name)
+        self._moefx_call = (state, index, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.state.record_layer(self.index, self.name, args, kwargs)
+        state, index, name = self._moefx_call
+        return state.record_layer(index, name, args, kwargs)
 
 
 class RecordedModule(AbsentModule):
+    _moefx_read_error = MoefxError
+
     def __init__(self, module: nn.Module, name: str, state: DryRunState):
-        super().__init__(module, name)
-        self.state = state
+        super().__init__(module, name, port=None)
+        self._moefx_call = (state, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        state, name = self._moefx_call
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        self.state.record_module(self.name, tensors)
+        state.record_module(name, tensors)
         return super().forward(*args, **kwargs)
 
-    def make_result(self, shaped: Tensor, device: torch.device) -> Tensor:
+    def _moefx_make_result(self, shaped: Tensor, device: torch.device) -> Tensor:
         zero = torch.zeros((), dtype=shaped.dtype, device=device)
-        if self.state.calls:  # the head, whose results are large
+        if self._moefx_call[0].calls:  # the head, whose results are large
             return zero.expand(shaped.shape)
         # It requires a gradient, so whatever depends on it does. A copy, because models may write to it in place.
         return zero.requires_grad_(shaped.is_floating_point()).expand(shaped.shape).clone()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..errors import InvalidInput
+from ..errors import InvalidInput, MoefxError
 
 _PLAIN = (bool, int, float, str, type(None))
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments of the model
@@ -44,6 +44,7 @@ class StagePort:
         boundary: hidden states between stages, a meta tensor.
         received: hidden states of the current micro-batch from the stage before.
         is_running: whether the stage's forward runs. Otherwise placeholders pass their input on.
+        device: where the stage runs.
     """
 
     stage: int
@@ -57,6 +58,7 @@ class StagePort:
     boundary: Tensor | None = None
     received: Tensor | None = None
     is_running: bool = False
+    device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StagePort:
         return self
@@ -77,12 +79,49 @@ def find_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, 
     return (None if name is None else kwargs[name]), [value for key, value in kwargs.items() if key != name]
 
 
-class SkippedLayer(nn.Module):
-    """Placeholder of a layer of another stage, with its plain attributes. Returns the hidden states unchanged."""
+class Placeholder(nn.Module):
+    """Stands for a module of another stage. It has the module's mode, numbers and texts, such as the kind of attention
+    of a layer, that the user's forward may read. Its own state is in private attributes, which hide none of these.
 
-    def __init__(self, layer: nn.Module):
+    Args:
+        module: the module, or a placeholder of it.
+        name: its name in the model.
+    """
+
+    _moefx_read_error: type[Exception] = AttributeError
+
+    def __init__(self, module: nn.Module, name: str):
         super().__init__()
-        copy_plain_attributes(layer, self)
+        if not isinstance(module, Placeholder):
+            registered = (*module._parameters, *module._buffers, *module._modules)
+            vars(self)["_moefx_origin"] = Origin(name, type(module), frozenset({*vars(module), *registered}))
+        for attribute, value in vars(module).items():
+            if attribute == "training" or (attribute not in vars(self) and isinstance(value, (*_PLAIN, Origin))):
+                vars(self)[attribute] = value
+
+    def __getattr__(self, attribute: str) -> Any:
+        origin = vars(self).get("_moefx_origin")
+        if origin is None or attribute.startswith("__"):
+            return super().__getattr__(attribute)
+        value = getattr(origin.cls, attribute, origin)
+        if isinstance(value, _PLAIN):
+            return value
+        if value is origin and attribute not in origin.attributes:
+            raise AttributeError(f"{origin.cls.__name__!r} object has no attribute {attribute!r}")
+        raise self._moefx_read_error(_describe_read(f"{origin.name}.{attribute}"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """The module that a placeholder stands for: its name in the model, its class, and the names of its attributes."""
+
+    name: str
+    cls: type
+    attributes: frozenset[str]
+
+
+class SkippedLayer(Placeholder):
+    """Placeholder of a layer of another stage. Returns the hidden states unchanged."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return find_hidden(args, kwargs)[0]
@@ -91,78 +130,106 @@ class SkippedLayer(nn.Module):
 class EntryLayer(SkippedLayer):
     """Placeholder of the layer before a stage's first one. Returns the hidden states that the stage has received."""
 
-    def __init__(self, layer: nn.Module, port: StagePort):
-        super().__init__(layer)
-        self.port = port
+    def __init__(self, layer: nn.Module, name: str, port: StagePort):
+        super().__init__(layer, name)
+        self._moefx_port = port
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        received = self._moefx_port.received
         # A copy, because layers may write to their input in place, and the received tensor is a leaf.
-        return super().forward(*args, **kwargs) if self.port.received is None else self.port.received.clone()
+        return super().forward(*args, **kwargs) if received is None else received.clone()
 
 
 class EndLayer(SkippedLayer):
     """Placeholder of the layer after a stage's last one. Ends the forward."""
 
-    def __init__(self, layer: nn.Module, port: StagePort):
-        super().__init__(layer)
-        self.port = port
+    def __init__(self, layer: nn.Module, name: str, port: StagePort):
+        super().__init__(layer, name)
+        self._moefx_port = port
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden, _ = find_hidden(args, kwargs)
-        if not self.port.is_running:
+        port = self._moefx_port
+        if not port.is_running:
             return hidden
-        expected = self.port.boundary
+        expected = port.boundary
         if not isinstance(hidden, Tensor) or expected is None:
-            raise InvalidInput(
-                f"the last layer of stage {self.port.stage} returned {type(hidden).__name__}, not a tensor"
-            )
+            raise InvalidInput(f"the last layer of stage {port.stage} returned {type(hidden).__name__}, not a tensor")
         if hidden.shape != expected.shape or hidden.dtype != expected.dtype:
             raise InvalidInput(
-                f"the last layer of stage {self.port.stage} returned {list(hidden.shape)} in {hidden.dtype}, and the "
+                f"the last layer of stage {port.stage} returned {list(hidden.shape)} in {hidden.dtype}, and the "
                 f"first layer of the model takes {list(expected.shape)} in {expected.dtype}: a pipeline needs hidden "
                 "states of one shape and dtype between all layers"
             )
         raise StageEnd(hidden)
 
 
-class AbsentModule(nn.Module):
+class AbsentModule(Placeholder):
     """Placeholder of a module of another stage outside of the layers. Returns zeros in the shapes of its results.
 
     Args:
         module: the module. A copy without storage is kept, out of sight of `parameters()`.
         name: its name in the model.
+        port: the port of the stage; None for a dry run, on the CPU.
     """
 
-    def __init__(self, module: nn.Module, name: str):
-        super().__init__()
-        copy_plain_attributes(module, self)
-        self.name = name
-        vars(self)["meta_module"] = copy_to_meta(module)
+    def __init__(self, module: nn.Module, name: str, port: StagePort | None):
+        super().__init__(module, name)
+        vars(self).update(_moefx_meta_module=copy_to_meta(module), _moefx_port=port)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        device = tensors[0].device if tensors else torch.device("cpu")
+        device = tensors[0].device if tensors else self._moefx_device
         with torch.no_grad():
             args, kwargs = tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), (args, kwargs))
-            result = vars(self)["meta_module"](*args, **kwargs)
-        return tree_map_only(Tensor, lambda t: self.make_result(t, device), result)
+            result = self._moefx_meta_module(*args, **kwargs)
+        return tree_map_only(Tensor, lambda t: self._moefx_make_result(t, device), result)
 
-    def make_result(self, shaped: Tensor, device: torch.device) -> Tensor:
+    @property
+    def _moefx_device(self) -> torch.device:
+        port: StagePort | None = vars(self)["_moefx_port"]
+        return torch.device("cpu") if port is None else port.device
+
+    def _moefx_make_result(self, shaped: Tensor, device: torch.device) -> Tensor:
         return torch.zeros(shaped.shape, dtype=shaped.dtype, device=device)
 
     def train(self, mode: bool = True) -> AbsentModule:
-        vars(self)["meta_module"].train(mode)
+        self._moefx_meta_module.train(mode)
         return super().train(mode)
 
     def __getattr__(self, attribute: str) -> Any:
-        try:
-            return super().__getattr__(attribute)
-        except AttributeError:
-            name = vars(self).get("name", "a module")
-            raise AttributeError(
-                f"{name}.{attribute} is in another stage of the pipeline. A model may call {name}, but not read its "
-                "parts"
-            ) from None
+        meta_module = vars(self).get("_moefx_meta_module")
+        for registered in () if meta_module is None else (meta_module._parameters, meta_module._buffers):
+            if (tensor := registered.get(attribute)) is not None:
+                name = f"{vars(self)['_moefx_origin'].name}.{attribute}"
+                return AbsentTensor(name, tensor.shape, tensor.dtype, self._moefx_device)
+        return super().__getattr__(attribute)
+
+
+@dataclasses.dataclass(frozen=True)
+class AbsentTensor:
+    """A parameter or buffer of another stage, without its values."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def __getattr__(self, attribute: str) -> Any:
+        raise AttributeError(_describe_read(f"{self.name}.{attribute}"))
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = next(leaf.name for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        raise MoefxError(_describe_read(f"the values of {name}"))
+
+
+def _describe_read(subject: str) -> str:
+    return (
+        f"the model reads {subject}, which may be in another stage of the pipeline. Of modules that run before or "
+        "after the layers it may read numbers, texts, and the shape, dtype and device of parameters; of layers, "
+        "numbers and texts"
+    )
 
 
 class StageForward:
@@ -217,13 +284,6 @@ def select_output(output: Any) -> Tensor:
             "with a field 'logits'"
         )
     return fields["logits"]
-
-
-def copy_plain_attributes(module: nn.Module, placeholder: nn.Module) -> None:
-    """Copy numbers and texts, such as the kind of attention of a layer, that the user's forward may read."""
-    for name, value in vars(module).items():
-        if name not in vars(placeholder) and isinstance(value, _PLAIN):
-            setattr(placeholder, name, value)
 
 
 def copy_to_meta(module: nn.Module) -> nn.Module:

@@ -232,7 +232,7 @@ def reduce_to_stage(model: nn.Module, split: StageSplit, stage: int) -> nn.Modul
     begin, end = split.find_range(stage)
     for index, (key, layer) in enumerate(list(container.named_children())):
         if not begin <= index < end:
-            setattr(container, key, SkippedLayer(layer))
+            setattr(container, key, SkippedLayer(layer, f"{split.layers}.{key}"))
     return stage_model
 
 
@@ -242,10 +242,10 @@ def install_stage(model: nn.Module, split: StageSplit, stage: int, port: StagePo
     for index, make in ((begin - 1, EntryLayer), (end, EndLayer)):
         if 0 <= index < len(split.keys):
             key = split.keys[index]
-            setattr(container, key, make(container.get_submodule(key), port))
+            setattr(container, key, make(container.get_submodule(key), f"{split.layers}.{key}", port))
     for name, owner in split.owners.items():
         if owner != stage:
-            replace_submodule(model, name, AbsentModule(model.get_submodule(name), name))
+            replace_submodule(model, name, AbsentModule(model.get_submodule(name), name, port))
     forward: Any = StageForward(model, port)
     model.forward = forward
 

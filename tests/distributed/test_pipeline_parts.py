@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
+from collections.abc import Callable
 from typing import Any, get_args
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.pipelining import schedules
 
@@ -16,8 +18,16 @@ from moefx.distribution.layer_container import find_layer_container
 from moefx.errors import InvalidInput, InvalidPlan
 from moefx.pipelines.micro_batches import check_batch, split_inputs, split_tree
 from moefx.pipelines.pipeline_schedules import KINDS, SIMULATED, StageOrder, order_stages
+from moefx.pipelines.stage_modules import StagePort
 from moefx.pipelines.stage_sharding import resolve_zero
-from moefx.pipelines.stage_split import count_layers, find_layer_keys, read_split, split_model
+from moefx.pipelines.stage_split import (
+    count_layers,
+    find_layer_keys,
+    install_stage,
+    read_split,
+    reduce_to_stage,
+    split_model,
+)
 from moefx.planner.layout import Layout, Schedule
 
 from .pipeline_training_cases import EXAMPLE, LENGTH, D, Decoder
@@ -175,3 +185,68 @@ def test_stages_without_parameters_are_refused():
     assert split_model(Small(), *keys, (1, 2), "", None).owners == {"embed": 0}
     with pytest.raises(InvalidInput, match="stage 1 would have no parameters"):
         split_model(Small(), *keys, (1, 1, 1), "", None)
+
+
+class Reader(Decoder):
+    """Decoder whose forward reads its layers and the modules around them. Layers have names that placeholders use."""
+
+    seen: list[Any]
+
+    def __init__(self, read: Callable[[Reader], Any]) -> None:
+        super().__init__("gated", None)
+        self.read = read
+        self.tokens.name = "words"
+        for number, layer in enumerate(self.layers):
+            layer.index, layer.name, layer.state, layer.port = number + 5, f"mixer {number}", "solid", 80
+
+    def forward(self, ids, shift=None):
+        self.seen = [self.read(self)]
+        return super().forward(ids, shift)
+
+
+def run_reader(read: Callable[[Reader], Any], training: bool = True) -> list[Any]:
+    """Return what a forward reads in the model, in the dry run, and in both stages."""
+    model = Reader(read).train(training)
+    with torch.no_grad():
+        wanted = read(model)
+    split = split_model(model, *find_layer_keys(model, None), (1, 1), "", EXAMPLE)
+    skeleton: Any = split.dry_run.skeleton
+    read_values = [wanted, *skeleton.seen]
+    for number in range(2):
+        stage: Any = reduce_to_stage(model, split, number)
+        port = StagePort(number, number == 1, lambda output, target: output.sum(), 1)
+        port.inputs, port.boundary = [(EXAMPLE, {})], torch.empty(2, LENGTH, D, device="meta")
+        install_stage(stage, split, number, port)
+        stage(*(torch.zeros(2, LENGTH, D),) * number)
+        read_values += stage.seen
+    return read_values
+
+
+@pytest.mark.parametrize("read", [
+    lambda model: [(layer.index, layer.name, layer.state, layer.port) for layer in model.layers],
+    lambda model: (model.tokens.name, model.tokens.num_embeddings, model.norm.eps),
+    lambda model: [(module.weight.device, module.weight.dtype, module.weight.shape)
+                   for module in (model.tokens, model.norm, model.head)],
+    lambda model: [module.training for module in (*model.layers, model.tokens, model.head)],
+    lambda model: [getattr(layer, "window", None) for layer in model.layers],
+    lambda model: [(hasattr(module, "bias2"), module.dump_patches) for module in (*model.layers, model.head)],
+])  # fmt: skip
+@pytest.mark.parametrize("training", [True, False])
+def test_a_forward_reads_the_same_in_each_stage(read, training):
+    wanted, *others = run_reader(read, training)
+    assert others == [wanted] * 3
+
+
+@pytest.mark.parametrize(
+    ("read", "name"),
+    [(lambda model: model.layers[0].moe, "layers.0.moe"),
+     (lambda model: hasattr(model.layers[1], "mix"), "layers.1.mix"),
+     (lambda model: model.tokens.weight.sum(), "tokens.weight.sum"),
+     (lambda model: model.norm.normalized_shape, "norm.normalized_shape"),
+     (lambda model: F.linear(torch.ones(D), model.head.weight), "the values of head.weight"),
+     (lambda model: torch.ones(1) * model.norm.bias, "the values of norm.bias")],
+)  # fmt: skip
+def test_reading_parts_of_other_stages_is_refused(read, name):
+    text = rf"the model reads {re.escape(name)}.*in another stage of the pipeline.*\(test_pipeline_parts.py:\d+\)"
+    with pytest.raises(InvalidInput, match=text):
+        run_reader(read)
