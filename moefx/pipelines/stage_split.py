@@ -110,15 +110,14 @@ def find_layer_keys(model: nn.Module, name: str | None) -> tuple[str, tuple[str,
         InvalidInput: no container is found.
     """
     layers = find_layer_container(model) if name is None else name
-    try:
-        container = model.get_submodule(layers)
-    except AttributeError:
-        container = model
+    container = dict(model.named_modules(remove_duplicate=False)).get(layers)
     if not layers or not isinstance(container, CONTAINERS):
-        raise InvalidPlan(
-            f"split={{{layers!r}: ...}}: {type(model).__name__} has no list of modules of that name. Its layers seem "
-            f"to be {find_layer_container(model)!r}"
-        )
+        start = f"split={{{layers!r}: ...}}: {type(model).__name__} has no list of modules of that name"
+        try:
+            remedy = f"Its layers seem to be {find_layer_container(model)!r}"
+        except InvalidInput as error:
+            remedy = str(error)
+        raise InvalidPlan(f"{start}. {remedy}")
     return layers, tuple(key for key, _ in container.named_children())
 
 

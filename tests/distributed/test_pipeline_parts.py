@@ -156,6 +156,14 @@ def test_invalid_splits_raise():
             read_split(split)
 
 
+@pytest.mark.parametrize("name", ["nope", "", "layers.0", "head"])
+def test_a_split_that_names_no_layers_is_refused(name):
+    sequential = nn.Sequential(nn.Embedding(5, D), nn.Linear(D, 5))
+    for model, remedy in ((Decoder("gated", None), "Its layers seem to be 'layers'"), (sequential, "no nn.ModuleList")):
+        with pytest.raises(InvalidPlan, match=rf"split={{'{name}': ...}}: .* of that name.* {remedy}"):
+            find_layer_keys(model, name)
+
+
 def test_modules_outside_of_layers_belong_to_the_ends():
     model = Decoder("gated", None)
     assert find_layer_container(model) == "layers"
