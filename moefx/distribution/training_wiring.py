@@ -91,7 +91,7 @@ def prepare_training(compiled: nn.Module, axis: ExpertAxis, plan: Plan) -> None:
     )  # fmt: skip
     vars(compiled)[SPREAD_MESH] = SpreadMesh(axis.mesh, reductions)
     refuse_save_pretrained(compiled)
-    compiled.register_state_dict_pre_hook(RefuseOwnGroups(list_own_parameters))
+    RefuseOwnGroups(list_own_parameters).install(compiled)
     if not manual:
         refuse_accelerate(compiled, axis.mesh)
     vars(compiled)[DDP_IGNORED] = IgnoredByDDP(compiled, getattr(compiled, DDP_IGNORED, ()), advice)

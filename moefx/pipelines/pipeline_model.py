@@ -68,7 +68,7 @@ class Pipeline(nn.Module):
         self.register_load_state_dict_pre_hook(ShardOnLoad())
         self.register_load_state_dict_pre_hook(self._drop_other_stages)
         if len(group.ranks) > 1:
-            self.register_state_dict_pre_hook(RefuseOwnGroups(_list_parameters))
+            RefuseOwnGroups(_list_parameters).install(self)
         self.training = model.training
 
     @property

@@ -182,7 +182,7 @@ class AbsentModule(Placeholder):
         device = tensors[0].device if tensors else self._moefx_device
         with torch.no_grad():
             args, kwargs = tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), (args, kwargs))
-            result = self._moefx_meta_module(*args, **kwargs)
+            result = vars(self)["_moefx_meta_module"](*args, **kwargs)
         return tree_map_only(Tensor, lambda t: self._moefx_make_result(t, device), result)
 
     @property
@@ -194,7 +194,7 @@ class AbsentModule(Placeholder):
         return torch.zeros(shaped.shape, dtype=shaped.dtype, device=device)
 
     def train(self, mode: bool = True) -> AbsentModule:
-        self._moefx_meta_module.train(mode)
+        vars(self)["_moefx_meta_module"].train(mode)
         return super().train(mode)
 
     def __getattr__(self, attribute: str) -> Any:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -398,7 +398,9 @@ def case_groups_of_experts_are_saved() -> None:
     saved(x).sum().backward()
     optimizers[0].step()
     optimizers[0].zero_grad()
-    check_raises(MoefxError, "group 0 of AdamW has parameters of this rank only", get_state_dict, saved, optimizers[0])
+    for call in (get_state_dict, get_optimizer_state_dict):
+        check_raises(MoefxError, "group 0 of AdamW has parameters of this rank only", call, saved, optimizers[0])
+    assert "param_groups" not in get_optimizer_state_dict(saved, optimizers[0], options=BY_PARAMETER)
     model_state, optimizer_state = get_state_dict(saved, optimizers[0], options=BY_PARAMETER)
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
     load_checkpoint(other, optimizers[1], folder)

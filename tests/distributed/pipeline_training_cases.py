@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
@@ -297,7 +297,8 @@ def case_checkpoints_reshard() -> None:
     ids, target = (tensor[number] for tensor in draw_batch(7, ranks, 8))
     saved.step(ids, target=target)
     optimizer.step()
-    check_raises(MoefxError, "has parameters of this rank only", get_state_dict, saved, optimizer)
+    for call in (get_state_dict, get_optimizer_state_dict):
+        check_raises(MoefxError, f"{call.__name__}(model, optimizer): group 0 of AdamW has", call, saved, optimizer)
     model_state, optimizer_state = get_state_dict(saved, optimizer, options=BY_PARAMETER)
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
     load_checkpoint(other, of_other, folder)

@@ -149,7 +149,7 @@ class RefuseTorchFullStateDict:
 
 
 class RefuseOwnGroups:
-    """A pre-hook of `state_dict`: refuse torch's `get_state_dict(model, optimizer)` if a group of the optimizer has
+    """Refuses torch's `get_state_dict(model, optimizer)` and `get_optimizer_state_dict` if a group of the optimizer has
     parameters of this rank only.
 
     torch.distributed.checkpoint saves the groups of one rank, with the names of its parameters. A rank that finds none
@@ -162,20 +162,47 @@ class RefuseOwnGroups:
     def __init__(self, list_own: Callable[[nn.Module], Iterable[str]]):
         self.list_own = list_own
 
+    def install(self, model: nn.Module) -> None:
+        """Check when the state dict of the model is made, and when `get_optimizer_state_dict` lists its modules."""
+        model.register_state_dict_pre_hook(self)
+        vars(model)["_fqn_modifiers"] = CheckedNames(model, self)  # torch asks each module for changed names
+
     def __call__(self, model: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not (optimizers := _find_saved_optimizers()):
+        self.check(model, "get_state_dict", "info")
+
+    def check(self, model: nn.Module, function: str, options_name: str) -> None:
+        """Raise `MoefxError` if a function of torch is saving groups with parameters of this rank only.
+
+        Args:
+            function, options_name: the name of the function, and of its variable with the options.
+        """
+        variables = _find_caller_variables(function, options_name, "optimizers")
+        if not variables or getattr(variables[options_name], "flatten_optimizer_state_dict", False):
             return
         own_names = set(self.list_own(model))
         own = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in own_names}
-        for optimizer in optimizers:
+        for optimizer in variables["optimizers"]:
             for number, group in enumerate(optimizer.param_groups):
                 if group["params"] and all(id(p) in own for p in group["params"]):
                     raise MoefxError(
-                        f"get_state_dict(model, optimizer): group {number} of {type(optimizer).__name__} has "
+                        f"{function}(model, optimizer): group {number} of {type(optimizer).__name__} has "
                         "parameters of this rank only, and torch.distributed.checkpoint saves the groups of one rank. "
-                        "Pass options=StateDictOptions(flatten_optimizer_state_dict=True) to get_state_dict and "
-                        "set_state_dict: it saves learning rates and other options for each parameter"
+                        "Pass options=StateDictOptions(flatten_optimizer_state_dict=True) when you get and when you "
+                        "set the state dict: it saves learning rates and other options for each parameter"
                     )
+
+
+class CheckedNames:
+    """The names that torch.distributed.checkpoint changes in a module: those of its class, mostly none. Asking for them
+    is the only call of a model from `get_optimizer_state_dict` that can be checked."""
+
+    def __init__(self, model: nn.Module, refusal: RefuseOwnGroups):
+        self.model, self.refusal = model, refusal
+
+    def __call__(self) -> dict[str, str]:
+        self.refusal.check(self.model, "get_optimizer_state_dict", "options")
+        of_class = getattr(type(self.model), "_fqn_modifiers", None)
+        return {} if of_class is None else of_class(self.model)
 
 
 class SavePretrainedRefusal:
@@ -210,14 +237,6 @@ def _is_gathering_full_state_dict() -> bool:
     running."""
     variables = _find_caller_variables("_get_model_state_dict", "info")
     return bool(getattr(variables.get("info"), "full_state_dict", False))
-
-
-def _find_saved_optimizers() -> tuple[torch.optim.Optimizer, ...]:
-    """Return the optimizers whose groups `torch.distributed.checkpoint.state_dict.get_state_dict` is collecting, () if
-    it is not running or flattens groups."""
-    variables = _find_caller_variables("get_state_dict", "info", "optimizers")
-    flattens = getattr(variables.get("info"), "flatten_optimizer_state_dict", False)
-    return () if flattens else tuple(variables.get("optimizers", ()))
 
 
 def _find_caller_variables(function: str, *names: str) -> dict[str, Any]:
