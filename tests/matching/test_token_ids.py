@@ -130,7 +130,7 @@ class InADict(nn.Module):
 
 
 KINDS = [
-    Embedded, LanguageModel, Attending, OneHot, LearnedRoutes, Hashed, AsManyIdsAsExperts, Stacked, TwoLayers, InADict
+    Embedded, LanguageModel, Attending, Hashed, LearnedRoutes, OneHot, AsManyIdsAsExperts, Stacked, TwoLayers, InADict
 ]  # fmt: skip
 
 

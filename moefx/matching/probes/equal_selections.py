@@ -21,7 +21,7 @@ The probe gives each token the number of another token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +38,7 @@ from ...ir.node_values import get_op_name
 from ...util.tensor_trees import is_float
 from ..facts.graph_nodes import follows_from_integers
 from ..facts.integer_ranges import IntegerRanges
-from ..facts.op_classes import ELEMENT_MOVES, RESHAPED_COPIES
+from ..facts.op_classes import ELEMENT_MOVES, FLAT_MOVES, RESHAPED_COPIES
 from ..interventions.forced_outcome import ForcedStep, OutcomeKind, find_capture, force_outcome
 from ..lift.canonical_form import CanonicalForm, count_sequences
 from ..lift.distinct_choices import view_as_slots
@@ -51,6 +51,7 @@ _SECOND_SELECTION = "a second selection that equalled the first one in all captu
 _EQUAL_NUMBER = "a number that equalled the expert index in all captures"
 _MAX_TRIALS = 12  # seeds of values that may make the choices differ
 _MAX_NUMBERS = 1 << 12  # that an operand can be, to try them all
+_SAME_ELEMENTS = {*FLAT_MOVES, *RESHAPED_COPIES}
 _MOVES = {*ELEMENT_MOVES, *RESHAPED_COPIES, "getitem"}
 
 
@@ -79,7 +80,8 @@ def separate_selections(proof: ProofView) -> None:
 def _find_equal_numbers(proof: ProofView) -> dict[DecisionSite, CanonicalForm]:
     """Find computed numbers that equal the expert index, or one slot of it, in all captures.
 
-    Numbers that are moved, or that no routing makes different, are left out.
+    Numbers that are moved, or that no routing makes different, are left out. So are those that the same ops compute of
+    the same numbers as the index: `ids % E` on two lines.
 
     Returns:
         The first form that has the number, by the key of the op in `Interventions`.
@@ -89,13 +91,15 @@ def _find_equal_numbers(proof: ProofView) -> dict[DecisionSite, CanonicalForm]:
     for form in proof.evidence.forms:
         index = form.expert_index.nodes
         ranges = IntegerRanges.with_more_tokens(form.capture)
+        numbers = _number_integers(form.capture.nodes)
+        of_index = {numbers.get(source) for node in index for source in _follow_moves(node)}
         for n in collect_ancestors(form.cut) - collect_ancestors(*index):
             val = n.meta.get("val")
             if n.op != "call_function" or not follows_from_integers(n) or not isinstance(val, torch.Tensor):
                 continue
             if is_float(val) or val.dtype is torch.bool:
                 continue
-            if get_op_name(n) in _MOVES or find_float_decisions(n) or _changes_nothing(n, ranges):
+            if numbers[n] in of_index or get_op_name(n) in _MOVES or find_float_decisions(n) or _changes_nothing(n, ranges):
                 continue
             site = locate_decision(n)
             if site in form.capture.interventions or not _equals_slots(val, form.ids):
@@ -103,6 +107,25 @@ def _find_equal_numbers(proof: ProofView) -> dict[DecisionSite, CanonicalForm]:
             elif len(form.ids.unique(dim=0)) > 1:
                 equal.setdefault(site, form)
     return {site: first for site, first in equal.items() if site not in differing}
+
+
+def _number_integers(nodes: list[fx.Node]) -> dict[fx.Node, int]:
+    """Number values that follow from integers only: the same ops on the same values have one number."""
+    numbers: dict[fx.Node, int] = {}
+    seen: dict[str, int] = {}
+    for n in nodes:
+        if n.op == "call_function" and follows_from_integers(n):
+            args, kwargs = map_arg((n.args, n.kwargs), lambda a: f"value {numbers.get(a, a.name)}")
+            numbers[n] = seen.setdefault(f"{n.target} {args} {kwargs}", len(seen))
+    return numbers
+
+
+def _follow_moves(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield a node, and the nodes that it has the elements of, in the same order."""
+    yield node
+    while get_op_name(node) in _SAME_ELEMENTS and len(node.all_input_nodes) == 1:
+        (node,) = node.all_input_nodes
+        yield node
 
 
 def _equals_slots(val: torch.Tensor, ids: torch.Tensor) -> bool:
