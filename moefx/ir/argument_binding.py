@@ -135,18 +135,16 @@ def describe_leaf(value: Any, depth: int = 4) -> tuple[Any, ...]:
     if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)):  # an activation
         return _describe_function(value, depth)
     if isinstance(value, functools.partial):
+        function = describe_leaf(value.func, max(depth - 1, 0))
+        if depth <= 0:  # it may hold itself
+            return ("partial", function)
         keywords = tuple([(name, describe_leaf(v, depth - 1)) for name, v in value.keywords.items()])
-        return (
-            "partial",
-            describe_leaf(value.func),
-            tuple([describe_leaf(v, depth - 1) for v in value.args]),
-            keywords,
-        )
+        return ("partial", function, tuple([describe_leaf(v, depth - 1) for v in value.args]), keywords)
     if isinstance(value, (range, slice, set, frozenset)):
         return (type(value).__name__, repr(value))
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
         return (type(value).__name__, value.item())
-    if depth and not torch.compiler.is_compiling():
+    if depth > 0 and not torch.compiler.is_compiling():
         return _describe_content(value, depth - 1)
     return ("object", type(value).__qualname__)
 
@@ -155,7 +153,7 @@ def _describe_function(value: Any, depth: int) -> tuple[Any, ...]:
     """Return a function's name and line; for a local function or a lambda also its code and captured values."""
     code = getattr(value, "__code__", None)
     kind = ("function", getattr(value, "__module__", ""), value.__qualname__, code and code.co_firstlineno)
-    if code is None or not depth or not (code.co_flags & inspect.CO_NESTED or code.co_name == "<lambda>"):
+    if code is None or depth <= 0 or not (code.co_flags & inspect.CO_NESTED or code.co_name == "<lambda>"):
         return kind
     if torch.compiler.is_compiling():  # Dynamo cannot read closure cells
         return ("object", "function")

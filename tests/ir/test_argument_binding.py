@@ -1,6 +1,7 @@
 """Binding of arguments to placeholders, and specializations that admit a call."""
 
 import enum
+import functools
 import inspect
 
 import pytest
@@ -76,6 +77,24 @@ def test_leaves_are_described_by_kind():
     assert describe_leaf(torch.zeros(2, 3, dtype=torch.bfloat16)) == ("tensor", torch.bfloat16, "cpu", 2)
     assert len({describe_leaf(v) for v in (1, True, 1.0, "1", None, Colour.RED, torch.float32)}) == 7
     assert describe_leaf(nn.Identity()) == describe_leaf(nn.Identity())  # for objects only the type
+
+
+def make_recursive_function(rate):
+    def scale(x):
+        return again(x) * rate
+
+    again = functools.partial(scale)
+    return scale
+
+
+def test_partials_that_hold_themselves_are_described():
+    assert describe_leaf(make_recursive_function(2)) == describe_leaf(make_recursive_function(2))
+    assert describe_leaf(make_recursive_function(2)) != describe_leaf(make_recursive_function(3))
+    items: list = [1]
+    holder = functools.partial(print, items)
+    items.append(holder)
+    holder.keywords["end"] = holder
+    assert describe_leaf(holder)[0] == "partial"
 
 
 def test_the_specialization_of_a_call():
