@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._plan import Plan
 from .._version import __version__
-from ..errors import InvalidPlan
+from ..errors import InvalidInput, InvalidPlan
 from ..ir.ops.uneven_all_to_all import format_ranks, get_group
 from ..runtime.ranks.sharding import resolve_expert_axes, select_mesh_axis
 from ..runtime.ranks.topology import ExpertAxis
-from ..util.rank_values import gather_values
+from ..util.rank_values import gather_or_raise, gather_values
 
 
 def find_expert_axis(mesh: DeviceMesh, plan: Plan) -> ExpertAxis:
@@ -78,6 +78,23 @@ def gather_by_rank(mesh: DeviceMesh, own_value: Any) -> dict[int, Any]:
         along_axis = gather_values(value_by_rank, mesh.get_group(dim))
         value_by_rank = {rank: value for values in along_axis for rank, value in values.items()}
     return value_by_rank
+
+
+def raise_on_all_ranks(mesh: DeviceMesh, error: Exception | None, value: Any = None) -> dict[int, Any]:
+    """Raise on every rank of a mesh if one of them has an error: its own error there, `InvalidInput` on others.
+    Collective.
+
+    Returns:
+        The values of all ranks, by world rank.
+    """
+    ranks = sorted(mesh.mesh.flatten().tolist())
+
+    def gather(own_value: Any) -> list[Any]:
+        value_by_rank = gather_by_rank(mesh, own_value)
+        return [value_by_rank[rank] for rank in ranks]
+
+    names = [f"rank {rank}" for rank in ranks]
+    return dict(zip(ranks, gather_or_raise(value, error, gather, names, InvalidInput), strict=True))
 
 
 def _describe_nodes(axis: ExpertAxis) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .._plan import Checkpoint, Plan
-from ..distribution.mesh_agreement import gather_by_rank
+from ..distribution.mesh_agreement import raise_on_all_ranks
 from ..errors import InvalidInput, InvalidPlan, MoefxError
 from ..planner.architecture import Architecture
 from ..planner.entries import Entry
@@ -109,18 +109,16 @@ def build_entry(
     entry = ranking[index]
     arguments = read_entry(entry, replicate_dense=replicate_dense, **fields)
     mesh = _build_mesh(entry, arguments.axes, device_type or _find_device_type(model))
-    _check_nodes(entry, arguments.plan, ranking.platform)
-    layers, keys = find_layer_keys(model, None)
-    survey = survey_for_planner(model, layers, keys, example_inputs, arguments.plan, mesh)
-    counts, error = (), ""
+    layers, counts, error = "", (), None
     try:
+        _check_nodes(entry, arguments.plan, ranking.platform)
+        layers, keys = find_layer_keys(model, None)
+        survey = survey_for_planner(model, layers, keys, example_inputs, arguments.plan, mesh)
         check_model(ranking.model, survey.require_facts()[1], type(model).__name__)
         counts = _cut_entry(ranking, entry, survey)
     except MoefxError as found:
-        error = str(found)
-    for rank, text in sorted(gather_by_rank(mesh, error).items()):
-        if text:
-            raise InvalidInput(text if text == error else f"rank {rank} cannot build the entry: {text}")
+        error = found
+    raise_on_all_ranks(mesh, error)
     pipe = pipeline(
         model, mesh, plan=arguments.plan, loss_fn=loss_fn, split={layers: list(counts)}, mp_policy=mp_policy,
         example_inputs=example_inputs, **arguments.options,

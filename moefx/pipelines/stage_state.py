@@ -9,10 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..distribution.mesh_agreement import gather_by_rank
-from ..errors import InvalidInput
+from ..distribution.mesh_agreement import raise_on_all_ranks
 from ..runtime.ranks.sharding import PIPELINE_AXIS
-from ..util.rank_values import gather_or_raise, gather_values
+from ..util.rank_values import gather_values
 
 
 class StageGroup:
@@ -38,14 +37,7 @@ class StageGroup:
         Returns:
             The values of the ranks of the pipeline axis.
         """
-        all_ranks = sorted(self.mesh.mesh.flatten().tolist())
-
-        def gather(own_value: Any) -> list[Any]:
-            value_by_rank = gather_by_rank(self.mesh, own_value)
-            return [value_by_rank[rank] for rank in all_ranks]
-
-        values = gather_or_raise(value, error, gather, [f"rank {rank}" for rank in all_ranks], InvalidInput)
-        value_by_rank = dict(zip(all_ranks, values, strict=True))
+        value_by_rank = raise_on_all_ranks(self.mesh, error, value)
         return [value_by_rank[rank] for rank in self.ranks]
 
     def is_true_on_any(self, flag: bool) -> bool:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moefx
-from moefx.errors import InvalidInput, InvalidPlan
+from moefx.errors import InvalidInput, InvalidPlan, UnknownArchitecture
 from moefx.planner.layout import Layout
 from moefx.planner.search import estimate_entry
 from moefx.ranking import Ranking
@@ -207,6 +210,18 @@ def case_entries_of_a_ranking() -> None:
     text = "is not the model of the ranking, Decoder: it has num_layers 3 instead of 2"
     other = Decoder("gated", "gated", "gated").double()
     check_raises(InvalidInput, text, ranking.build, index, other, loss_fn, **options)
+
+
+def case_errors_of_one_rank_in_an_entry() -> None:
+    """Raise on all ranks, with the class of the error on its own rank."""
+    ranking, model = rank_layout(pp=2, dp=2, ep=2), Decoder(*KINDS).double()
+    options: dict[str, Any] = dict(example_inputs=EXAMPLE, validation="symbolic")
+    is_first = dist.get_rank() == 0
+    with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "3" if is_first else "4"}):
+        error, text = (InvalidPlan, "LOCAL_") if is_first else (InvalidInput, "rank 0 failed: InvalidPlan: LOCAL_WORLD")
+        check_raises(error, text, ranking.build, 0, model, loss_fn, **options)
+    unread = Decoder("kinds", "kinds").double()  # the planner cannot read it
+    check_raises(UnknownArchitecture, "layers.0.moe has 2", ranking.build, 0, unread, loss_fn, **options)
 
 
 def case_plans_that_the_planner_decides() -> None:
