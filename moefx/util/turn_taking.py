@@ -217,8 +217,9 @@ def take_turns() -> Iterator[TurnTaking]:
             "two threads of one process run a step of a pipeline with schedule='dualpipev': run one step after the "
             "other, or set pipe.overlaps_exchanges = False on all ranks"
         )
-    _current = turns = TurnTaking()
+    turns = TurnTaking()
     try:
+        _current = turns  # inside, because an interrupt may come before any line
         yield turns
     finally:
         _current = None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import random
 import signal
+import sys
 import threading
 import time
 from typing import Any
@@ -205,6 +207,44 @@ def test_a_second_step_at_the_same_time_raises():
         with pytest.raises(MoefxError, match="one step after the other"), take_turns():
             pass
         assert find_turns() is not None
+
+
+def test_an_interrupt_at_any_line_leaves_no_turns():
+    """Interrupt the first function's thread at each line that it runs in `turn_taking`. The next step runs.
+
+    Except the line that ends `take_turns`: Python interrupts at calls and loops, of which it has none.
+    """
+    last_line = inspect.getsource(turn_taking).rstrip().count("\n") + 1
+
+    def run_step(line: int) -> bool:
+        """Return whether the step ended before this line."""
+        counter = iter(range(line, -1, -1))
+
+        def interrupt(frame: Any, event: str, _: Any) -> Any:
+            if frame.f_code.co_filename != turn_taking.__file__:
+                return None
+            if event == "line" and frame.f_lineno != last_line and next(counter, None) == 0:
+                raise KeyboardInterrupt
+            return interrupt
+
+        sys.settrace(interrupt)
+        try:
+            with take_turns() as turns:
+                turns.run(offer_turn, offer_turn)
+        except KeyboardInterrupt:
+            return False
+        finally:
+            sys.settrace(None)
+        return True
+
+    line = 0
+    while not run_step(line):
+        log = Log()
+        with take_turns() as turns:
+            turns.run(log.make("f", 1), log.make("b", 1))
+        assert len(log.steps) == 4 and turns.counts.total == 2
+        line += 1
+    assert line > 50
 
 
 def test_the_second_runs_in_its_context():
