@@ -89,11 +89,9 @@ class PlatformResults:
             (run,) = entries["run"]
             device = None
             if "device" in entries:
-                gemms, attention = (
-                    [GemmTime(**x) for x in entries["gemm"]],
-                    [AttentionTime(**x) for x in entries["attention"]],
-                )
-                experts = [ExpertTime(parse_shape(x.pop("shape")), **x) for x in entries["experts"]]
+                gemms = [GemmTime(**x) for x in entries.get("gemm", [])]
+                attention = [AttentionTime(**x) for x in entries.get("attention", [])]
+                experts = [ExpertTime(parse_shape(x.pop("shape")), **x) for x in entries.get("experts", [])]
                 device = DeviceResults(**entries["device"][0], gemms=gemms, attention=attention, experts=experts)
             return cls(**run, device=device, exchanges=[RepeatedExchange(**x) for x in entries.get("exchange", [])])
         except OSError as error:
@@ -109,13 +107,19 @@ class PlatformResults:
                 without a `device` all of its figures.
 
         Raises:
-            InvalidInput: there is neither a device nor a base, or the base has fewer levels than were measured.
+            InvalidInput: there is neither a device nor a base, measurements are missing, or the base has fewer levels
+                than were measured.
         """
         if self.device is None and base is None:
             raise InvalidInput("exchanges alone make no platform: a base must say whose device it is")
+        if missing := self._list_missing():
+            raise InvalidInput(_describe_missing(", ".join(missing)))
         numbers: dict[str, Any] = {"handling": self.handling} if self.handling else {}
         if self.device is not None:
-            numbers |= fit_figures(self.device, base.peak if base else None)
+            try:
+                numbers |= fit_figures(self.device, base.peak if base else None)
+            except ValueError as error:
+                raise InvalidInput(_describe_missing(f"times of experts: {error}")) from error
         sources = dict.fromkeys(numbers, f"measured: {self.how}")
         if self.device is not None:
             sources |= dict.fromkeys(FITTED, f"fitted to measured times: {self.how}")
@@ -125,6 +129,17 @@ class PlatformResults:
         if base is None:
             return Platform(name=name, networks=networks, sources=sources, **numbers)
         return dataclasses.replace(base, name=name, networks=networks, sources=base.sources | sources, **numbers)
+
+    def _list_missing(self) -> list[str]:
+        """Return the kinds of measurements without any value, of the device and of each level of exchanges."""
+        device, missing = self.device, list[str]()
+        if device is not None:
+            kinds = {"GEMMs": device.gemms, "attention": device.attention, "experts": device.experts}
+            missing += [f"times of {kind}" for kind, times in kinds.items() if not times]
+        found = {(exchange.unit, exchange.kind) for exchange in self.exchanges}
+        units = dict.fromkeys(unit for unit, _ in found)
+        kinds = ("all_to_all", "p2p")
+        return missing + [f"{kind} of {unit} ranks" for unit in units for kind in kinds if (unit, kind) not in found]
 
     def networks(self) -> list[Network]:
         """Return the measured networks, fine to coarse."""
@@ -139,6 +154,10 @@ class PlatformResults:
             spread = link_times.measure_spread(exchanges)
             fitted.append(Network(name, unit, bandwidth, latency, p2p, f"measured: {self.how}", spread))
         return fitted
+
+
+def _describe_missing(missing: str) -> str:
+    return f"the measurements lack {missing}. The run ended early: run `python -m moefx bench platform` again"
 
 
 def _rename_old_keys(values: Mapping[str, Any]) -> dict[str, Any]:

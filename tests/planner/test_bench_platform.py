@@ -27,6 +27,7 @@ from moefx.bench.rate_fit import (
     predict_experts,
 )
 from moefx.bench.shapes import parse_shape
+from moefx.errors import InvalidInput
 from moefx.planner.platforms import FITTED, find_platform
 from tests.distributed.launch import torchrun
 
@@ -82,6 +83,25 @@ def test_a_platform_without_a_base_has_the_measured_figures():
     assert "fastest GEMM" in made.sources["peak"]
     alone = dataclasses.replace(findings(), exchanges=[]).platform("mine")
     assert [(n.name, n.ranks) for n in alone.networks] == [("node", 1)]
+
+
+@pytest.mark.parametrize("base", [None, H200])
+def test_measurements_that_ended_early_make_no_platform(base, tmp_path):
+    rows, file = [json.dumps(row) for row in findings().rows()], tmp_path / "rows.jsonl"
+    num_refused = 0
+    for end in range(2, len(rows) + 1):
+        file.write_text("\n".join(rows[:end]), encoding="utf-8")
+        try:
+            assert PlatformResults.read(file).platform("mine", base).networks
+        except InvalidInput as error:
+            assert re.search("measurements lack .* run `python -m moefx bench platform` again", str(error))
+            num_refused += 1
+    assert 15 < num_refused < len(rows) - 6
+    results = findings()
+    for kind, text in (("gemms", "times of GEMMs"), ("attention", "of attention"), ("experts", "of experts")):
+        without = dataclasses.replace(results, device=dataclasses.replace(results.device, **{kind: []}))
+        with pytest.raises(InvalidInput, match=f"the measurements lack .*{text}"):
+            without.platform("mine", base)
 
 
 def test_exchanges_alone_use_the_device_of_a_base():
