@@ -197,6 +197,13 @@ class Pipeline(nn.Module):
         losses = [] if self._last_stage is None else self._last_stage.port.losses
         return self._group.average_loss(torch.stack(losses).mean() if losses else None)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise MoefxError(
+            "a Pipeline can be neither pickled nor copied: its stages run in process groups of these processes. Save "
+            "moefx.full_state_dict(pipe), or its state dict with torch.distributed.checkpoint, and load that into a "
+            "new moefx.pipeline(model, mesh, ...)"
+        )
+
     def train(self, mode: bool = True) -> Pipeline:
         for stage in self._own_stages:
             stage.model.train(mode)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import io
+import pickle
 import time
 
 import torch
@@ -11,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import moefx
-from moefx.errors import CaptureError, InvalidInput, InvalidPlan, NoMoEBlockFound
+from moefx.errors import CaptureError, InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound
 
 from ..blocks import D
 from .parallelize_cases import check_raises, make_mesh
@@ -109,6 +112,8 @@ def case_other_calls() -> None:
     check_raises(InvalidInput, "moefx.parallelize takes the original model", moefx.parallelize, pipe, mesh)
     check_raises(InvalidInput, "moefx.pipeline takes the original model", build, pipe, mesh)
     check_raises(InvalidInput, "would reduce its gradients twice", DistributedDataParallel, pipe)
+    for call in (pickle.dumps, copy.deepcopy, lambda pipe: torch.save(pipe, io.BytesIO())):
+        check_raises(MoefxError, "can be neither pickled nor copied", call, pipe)
     assert "schedule='1f1b', microbatches=4, layers: 1 + 1" in repr(pipe)
 
 
