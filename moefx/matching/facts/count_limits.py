@@ -20,9 +20,10 @@ from ...capture.environment.code_locations import Source
 from ...capture.tracing.capture_result import Capture
 from ...ir.node_values import get_op_name
 from .graph_nodes import depends_on_routing, fold_ancestors, follows_from_integers
-from .integer_ranges import NARROW, UNBOUNDED, IntegerRanges, find_token_sizes
+from .integer_ranges import NARROW, IntegerRanges, find_token_sizes
 from .load_statistics import has_loads
 from .op_classes import AXIS_MOVES, NOT_COUNT_PRESERVING, ORDERED, TWO_SIDED
+from .range_arithmetic import UNBOUNDED
 
 _COUNTING = {"_to_copy", "sum", "cumsum", "index_add", "index_put", "scatter_add"}  # ops that may make a narrow count
 _EXACT = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11}  # the dtype holds all integers up to this one

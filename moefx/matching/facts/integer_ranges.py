@@ -14,7 +14,6 @@ on the routing has one range for all elements.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Collection
 from typing import Any
 
@@ -27,10 +26,20 @@ from ...capture.tracing.capture_result import Capture
 from ...ir.node_values import get_op_name
 from .graph_nodes import SELECTION_DIMS, find_lookups, is_state, position_axis
 from .op_classes import AXIS_REDUCTIONS, CLOSED_ON_INTEGERS, COMPARISONS, ELEMENT_MOVES, LOOKUPS, MONOTONE
+from .range_arithmetic import (
+    FAR,
+    UNBOUNDED,
+    Range,
+    compare,
+    compute_range,
+    compute_sum_over_tokens,
+    limit_counts,
+    settle,
+    widen,
+    wrap,
+)
 
 aten = torch.ops.aten
-Range = tuple[torch.Tensor, torch.Tensor]  # lo, hi; they broadcast to the shape of the node
-UNBOUNDED = 1 << 40  # the bound of numbers that grow with the number of tokens
 NARROW = {torch.int8, torch.uint8, torch.int16}  # counts of tokens may overflow these; no memory holds 2**31 tokens
 
 _MAX_OTHER_SIZE = 8  # a size up to this may be the number of expert groups, or of slots
@@ -109,13 +118,13 @@ class IntegerRanges:
             if self._at_these_sizes is not None and number in self._sizes:
                 return self._at_these_sizes.is_decided(node, comparison)
             lo, hi = map(torch.tensor, _hull(value_range))
-            value_range = _compare(comparison[0], (lo, hi), self._pair(number))
+            value_range = compare(comparison[0], (lo, hi), self._pair(number))
         return bool((value_range[0] == value_range[1]).all())
 
     def _find_range(self, node: fx.Node, val: torch.Tensor) -> Range | None:
         if self._of_call and (node.op == "placeholder" or is_state(node)) and val.dtype is not torch.bool:
             info = torch.iinfo(val.dtype)
-            return _uniform(max(info.min, -UNBOUNDED), min(info.max, UNBOUNDED), val)
+            return _uniform(max(info.min, -FAR), min(info.max, FAR), val)
         if node.op != "call_function":
             return None
         if not node.all_input_nodes:
@@ -155,7 +164,9 @@ class IntegerRanges:
         self._read += 1
         val = node.meta.get("val")
         is_integer = isinstance(val, torch.Tensor) and not (val.dtype.is_floating_point or val.dtype.is_complex)
-        self._known[node] = _wrap(self._find_range(node, val), val) if is_integer else None
+        node_range = self._find_range(node, val) if is_integer else None
+        may_wrap = is_integer and val.dtype in {*NARROW, torch.int32}
+        self._known[node] = wrap(node_range, val.dtype) if may_wrap and node_range is not None else node_range
         for i, dim, allowed in find_lookups(node):
             self._known[i] = self._limit(self._known.get(i), node.args[0], i.meta["val"], dim, allowed)
 
@@ -208,17 +219,18 @@ class IntegerRanges:
             if name in LOOKUPS:
                 return _uniform(*_hull(self._known[node.args[0]]), val)
             is_logical = val.dtype is torch.bool and name in ("bitwise_and", "bitwise_or")
+            is_sum = name == "add" and val.dtype is not torch.bool
+            if (name in CLOSED_ON_INTEGERS or is_sum) and not is_logical and not node.kwargs and not node.args[2:]:
+                return compute_range(name, *(self._pair(x) for x in node.args[:2]))
             if (
                 name in ELEMENT_MOVES | AXIS_REDUCTIONS
                 or is_logical
                 or (name in MONOTONE and not _has_negative_factor(node))
             ):
                 return self._propagate_bounds(node, name, val)
-            if name in CLOSED_ON_INTEGERS and not node.kwargs and not node.args[2:]:
-                return _arithmetic(name, *(self._pair(x) for x in node.args[:2]))
             is_division = name in ("floor_divide", "div") and not isinstance(node.args[1], fx.Node)
             if is_division and not _has_negative_factor(node):
-                return tuple(node.target(x, *node.args[1:], **node.kwargs) for x in self._known[node.args[0]])
+                return tuple(node.target(x, *node.args[1:], **node.kwargs) for x in widen(self._known[node.args[0]]))
             if name == "remainder" and type(node.args[1]) is int and node.args[1] > 0:
                 lo, hi = self._known[node.args[0]]
                 inside = (lo >= 0) & (hi < node.args[1])
@@ -227,41 +239,46 @@ class IntegerRanges:
                 if self._at_these_sizes is not None and any(self._is_size(x) for x in node.args[:2]):
                     return self._at_these_sizes.get(node)
                 a, b = (self._pair(x) for x in node.args[:2])
-                return _compare(name, a, b)
+                return compare(name, a, b)
             if name in ("masked_fill", "where") and len(node.args) == 3:
                 return self._propagate_fill(node, name)
             if name in ("logical_not", "bitwise_not") and val.dtype == torch.bool:
-                return _compare("eq", self._known[node.args[0]], self._pair(0))
+                return compare("eq", self._known[node.args[0]], self._pair(0))
         except (RuntimeError, TypeError, ValueError):
             pass
         return _uniform(0, 1, val) if val.dtype == torch.bool else None
 
     def _propagate_bounds(self, node: fx.Node, name: str, val: torch.Tensor) -> Range:
         """Return the range of a monotone op: run it on the lower and on the upper bounds of its operands."""
-        is_reshaped = name in ("view", "_unsafe_view")
+        is_reshaped, is_sum = name in ("view", "_unsafe_view"), name in ("sum", "cumsum")
 
-        def run(side: int) -> torch.Tensor:
+        def run(side: int, dtype: torch.dtype | None = None) -> torch.Tensor:
             def bound(n: fx.Node) -> torch.Tensor:
                 known = self._known[n]
-                known = _compare("ne", known, self._pair(0)) if val.dtype is torch.bool else known
+                known = compare("ne", known, self._pair(0)) if val.dtype is torch.bool else known
+                known = limit_counts(known) if is_sum else known
                 shape = n.meta["val"].shape
                 whole = known[side] if known[side].shape == shape else known[side].expand(shape)
+                whole = whole if dtype is None else whole.to(dtype)
                 return whole.contiguous() if is_reshaped else whole
 
             kwargs = {k: v for k, v in node.kwargs.items() if k not in ("device", "dtype")}  # see `_wrap`
             args, kwargs = fx.node.map_arg((node.args, kwargs), bound)
             result = node.target(*args, **kwargs)
-            return (result[0] if isinstance(result, tuple) else result).to(torch.int64)
+            return (result[0] if isinstance(result, tuple) else result).to(dtype or torch.int64)
 
         lo, hi = run(0), run(1)
-        is_sum = name == "sum" and not self._is_over_fixed(node)
-        if is_sum or (name == "cumsum" and val.dim() and val.shape[node.args[1]] > 1):
-            # other calls may sum over more tokens
-            exact, below = lo == hi, lo < 0
+        if not is_sum:
+            return lo, hi
+        if (name == "sum" and not self._is_over_fixed(node)) or (
+            name == "cumsum" and val.dim() and val.shape[node.args[1]] > 1
+        ):  # other calls may sum over more tokens
+            is_exact = lo == hi
             if self._is_over_rows(node):  # their number depends on the routing
-                exact &= lo == 0
-            lo, hi = torch.where(below & ~exact, -UNBOUNDED, lo), torch.where(exact, hi, UNBOUNDED)
-        return lo.clamp(min=-UNBOUNDED), hi.clamp(max=UNBOUNDED)
+                is_exact &= lo == 0
+            return compute_sum_over_tokens(self._known[node.args[0]], (lo, hi), is_exact)
+        counts = torch.tensor(bool((self._known[node.args[0]][1] == UNBOUNDED).any()))
+        return settle(lo, hi, run(0, torch.float64), run(1, torch.float64), counts)
 
     def _propagate_fill(self, node: fx.Node, name: str) -> Range:
         """Return the range of `ids.masked_fill(ids == E, 0)`: the kept numbers are not those that the mask replaces."""
@@ -311,15 +328,6 @@ class IntegerRanges:
         return torch.where(inside, lo.clamp(max=int(value)), lo), torch.where(inside, hi.clamp(min=int(value)), hi)
 
 
-def _wrap(value_range: Range | None, val: Any) -> Range | None:
-    """Replace ranges that exceed a narrow type by the full range of the type."""
-    if value_range is None or val.dtype not in NARROW:
-        return value_range
-    info = torch.iinfo(val.dtype)
-    fits = (value_range[0] >= info.min) & (value_range[1] <= info.max)
-    return torch.where(fits, value_range[0], info.min), torch.where(fits, value_range[1], info.max)
-
-
 def _uniform(lo: int, hi: int, val: torch.Tensor) -> Range:
     return torch.full(val.shape, lo), torch.full(val.shape, hi)
 
@@ -348,32 +356,3 @@ def _exclude(name: str, number: int, lo: int, hi: int) -> tuple[int, int]:
 
 def _has_negative_factor(node: fx.Node) -> bool:
     return any(isinstance(a, (int, float)) and a < 0 for a in node.args) or bool(node.kwargs.get("alpha", 1) != 1)
-
-
-def _arithmetic(name: str, a: Range, b: Range) -> Range | None:
-    """Return the range of a binary op that is not monotone in both operands."""
-    (alo, ahi), (blo, bhi) = a, b
-    if name == "sub":
-        lo, hi = alo - bhi, ahi - blo
-    elif name == "mul":  # float64 does not overflow
-        ends = torch.stack(torch.broadcast_tensors(*[x.double() * y for x in a for y in b]))
-        lo, hi = (x.clamp(-UNBOUNDED, UNBOUNDED).to(torch.int64) for x in (ends.amin(0), ends.amax(0)))
-    elif bool((alo < 0).any() or (blo < 0).any()):
-        return None
-    elif name == "bitwise_and":
-        lo, hi = torch.zeros_like(alo + blo), torch.minimum(ahi, bhi)
-    else:  # bitwise_or: at least the larger operand, at most the sum
-        lo, hi = torch.maximum(alo, blo), ahi + bhi
-    return lo.clamp(min=-UNBOUNDED), hi.clamp(max=UNBOUNDED)
-
-
-def _compare(name: str, a: Range, b: Range) -> Range:
-    (alo, ahi), (blo, bhi) = a, b
-    if name in ("eq", "ne"):
-        may, must = (alo <= bhi) & (blo <= ahi), (alo == ahi) & (blo == bhi) & (alo == blo)
-        return (must, may) if name == "eq" else (~may, ~must)
-    if name in ("gt", "greater", "ge"):
-        fn = operator.gt if name != "ge" else operator.ge
-        return fn(alo, bhi), fn(ahi, blo)
-    fn = operator.lt if name == "lt" else operator.le
-    return fn(ahi, blo), fn(alo, bhi)

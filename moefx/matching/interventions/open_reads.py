@@ -21,7 +21,8 @@ from ...capture.tracing.node_origins import find_float_decisions
 from ...ir.node_values import get_op_name
 from ..facts import zero_sum_tests
 from ..facts.graph_nodes import depends_on_routing
-from ..facts.integer_ranges import UNBOUNDED, IntegerRanges
+from ..facts.integer_ranges import IntegerRanges
+from ..facts.range_arithmetic import UNBOUNDED
 
 if TYPE_CHECKING:
     from ..proof.proof_view import ProofView

@@ -32,9 +32,10 @@ from ..facts.graph_nodes import (
     follows_from_integers,
     position_axis,
 )
-from ..facts.integer_ranges import UNBOUNDED, IntegerRanges, find_token_sizes
+from ..facts.integer_ranges import IntegerRanges, find_token_sizes
 from ..facts.load_statistics import is_load_statistic
 from ..facts.op_classes import COUNT_CLAMPS, ELEMENT_MOVES, LOOKUPS, NEW_TENSORS, SEARCHES
+from ..facts.range_arithmetic import UNBOUNDED
 from ..interventions.forced_outcome import ForcedStep, OutcomeKind, force_outcome
 from ..interventions.idle_branches import is_chosen_test
 

@@ -99,7 +99,9 @@ def _find_equal_numbers(proof: ProofView) -> dict[DecisionSite, CanonicalForm]:
                 continue
             if is_float(val) or val.dtype is torch.bool:
                 continue
-            if numbers[n] in of_index or get_op_name(n) in _MOVES or find_float_decisions(n) or _changes_nothing(n, ranges):
+            if numbers[n] in of_index or get_op_name(n) in _MOVES:
+                continue
+            if find_float_decisions(n) or _changes_nothing(n, ranges):
                 continue
             site = locate_decision(n)
             if site in form.capture.interventions or not _equals_slots(val, form.ids):

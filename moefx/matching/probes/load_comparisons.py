@@ -29,8 +29,9 @@ from ...errors import MoefxError, Refused
 from ...ir.node_values import get_op_name
 from ..facts.count_limits import is_made_of_rows
 from ..facts.graph_nodes import depends_on_routing
-from ..facts.integer_ranges import UNBOUNDED, IntegerRanges, find_token_sizes
+from ..facts.integer_ranges import IntegerRanges, find_token_sizes
 from ..facts.op_classes import ORDERED, TWO_SIDED
+from ..facts.range_arithmetic import UNBOUNDED
 from ..interventions.forced_outcome import ForcedStep, OutcomeKind, force_outcome, refuse_change, repeat_outcome
 from ..interventions.open_reads import is_unbounded
 from ..lift.lifter import NothingRouted

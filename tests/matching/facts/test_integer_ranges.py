@@ -9,7 +9,8 @@ from torch import nn
 
 from moefx.capture.concolic import capture_block
 from moefx.capture.tracing.concrete_routing import Routing
-from moefx.matching.facts.integer_ranges import UNBOUNDED, IntegerRanges
+from moefx.matching.facts.integer_ranges import IntegerRanges
+from moefx.matching.facts.range_arithmetic import FAR, UNBOUNDED
 
 E = 4
 
@@ -51,7 +52,16 @@ def find_range(fn):
         (lambda s: (F.one_hot(s.argmax(-1), E).cumsum(-2) - 1).clamp(max=6), (-1, 6)),
         (lambda s: s.topk(2).indices - s.argmax(-1, keepdim=True), (1 - E, E - 1)),
         (lambda s: (s.topk(2).indices - 1) * (s.argmax(-1, keepdim=True) - 1), (2 - E, (E - 2) ** 2)),
-        (lambda s: (s.argmax(-1) == 1).sum() * (s.argmax(-1) == 2).sum(), (0, UNBOUNDED)),
+        (lambda s: (s.argmax(-1) == 1).sum() * (s.argmax(-1) == 2).sum(), (0, FAR)),
+        (lambda s: (s.argmax(-1) == 1).sum() * E - 1, (-1, UNBOUNDED)),
+        (lambda s: s.argmax(-1) * 2**50, (0, (E - 1) * 2**50)),
+        (lambda s: s.argmax(-1) * 2**59 // 2**50 + 1, (1, (E - 1) * 2**9 + 1)),
+        (lambda s: s.argmax(-1) * 2**62, (-FAR, FAR)),  # wraps around
+        (lambda s: s.argmax(-1) * 2**40 * 2**40 // 2**10, (-(2**53), 2**53 - 1)),
+        (lambda s: s.argmax(-1) * 2**62 % E, (0, E - 1)),
+        (lambda s: s.argmax(-1).int() * 2**30, (-(2**31), 2**31 - 1)),
+        (lambda s: (s.argmax(-1) * 2**30).sum(), (0, FAR)),
+        (lambda s: (s.argmax(-1) * 2**50).sum(), (-FAR, FAR)),
         (lambda s: (s.argmax(-1) - 1).sum(), (-UNBOUNDED, UNBOUNDED)),
         (lambda s: s.topk(2).indices & 2, (0, 2)),
         (lambda s: (s.topk(2).indices + 1) & 3, (0, 3)),  # though 4 & 3 is 0
