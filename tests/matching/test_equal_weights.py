@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import moefx
-from moefx.errors import Refused
+from moefx.errors import NoMoEBlockFound, Refused
 
 from ..blocks import D, E, K, Loop, Mlp, rewritten
 
@@ -108,6 +108,29 @@ def test_a_threshold_per_expert_is_no_capacity(k):
     with pytest.raises(Refused, match="equal weights are kept or dropped together") as refusal:
         rewritten(PerExpert(pick_to_the_last_place, k))
     assert "argsort(descending=True, stable=True)[:capacity]" in refusal.value.remedy  # as `pick_largest` does
+
+
+@pytest.mark.parametrize(
+    ("limit", "kept", "k"),
+    [(PLACES, PLACES // 2, 1), (12, PLACES, 1), (PLACES, PLACES // 2, 2)],
+)
+def test_a_limit_that_differs_from_the_number_kept_is_no_capacity(limit, kept, k):
+    def pick(w):
+        order = w.argsort(descending=True, stable=True)
+        return order[:kept] if w.numel() > limit else order
+
+    text = f"an expert with more than {limit} rows keeps {kept} of them, and one with {limit} rows keeps all"
+    with pytest.raises(Refused, match=text):
+        rewritten(PerExpert(pick, k))
+
+
+def test_a_limit_one_above_the_number_kept_is_no_capacity():
+    """No capture has an expert with just as many rows as the limit."""
+    block = PerExpert(lambda w: w.argsort(descending=True, stable=True)[: 15 if w.numel() > 16 else None], 1).double()
+    with pytest.raises(
+        NoMoEBlockFound, match="with more than 16 rows keeps 15 of them, and one with 16 rows keeps all"
+    ):
+        moefx.compile(block, torch.randn(33, D, dtype=torch.float64))
 
 
 def pick_largest_and_last(w):

@@ -15,10 +15,11 @@ from collections.abc import Sequence
 
 import torch
 
-from ...capture.environment.code_locations import suppress_program_errors
+from ...capture.environment.code_locations import Source, suppress_program_errors
+from ...capture.sizes.symbolic_sizes import unwrap_numbers
 from ...capture.tracing.concrete_routing import Routing
 from ...errors import MoefxError, Refused
-from ..facts.graph_nodes import collect_numbers
+from ..facts.graph_nodes import collect_numbers, find_comparison
 from ..lift.canonical_form import CanonicalForm, walk_body
 from .capacity_formulas import Formula, find_formula
 from .drop_masks import TieBreak, find_masks
@@ -28,6 +29,7 @@ from .size_samples import Capturer, SizeSamples
 Slot = tuple[int, int]
 _ORDERS = ("position_token", "position_slot", "weight")
 _LIMITS = {f"aten.{op}" for op in ("slice.Tensor", "lt.Scalar", "le.Scalar", "gt.Scalar", "ge.Scalar")}
+_LARGEST_BELOW = {"gt": 0, "le": 0, "ge": -1, "lt": -1}  # the largest number of rows that is not above a limit
 _MIN_POINTS = 8  # captured values that a formula needs; with fewer it would be a guess
 
 
@@ -46,6 +48,7 @@ def explain_drops(match: Match, samples: SizeSamples) -> Match:
     owned = {e for group in match.groups for e in group.ids}
     if all(torch.equal(torch.isin(form.ids, torch.tensor([*owned])), form.kept_slots) for form in match.forms):
         return match
+    _check_limits(match)
 
     @functools.cache  # needs another capture
     def find_tie_break() -> TieBreak | None:
@@ -77,7 +80,40 @@ def refuse_unexplained(match: Match) -> None:
             r is not None and _bound_capacity(form, r) is not None for form, r in zip(match.forms, ranks, strict=True)
         ):
             return
+    _check_limits(match)
     find_masks(match, lambda: None)
+
+
+def _check_limits(match: Match) -> None:
+    """Check that experts keep as many rows as the limit above which Python code drops some.
+
+    Raises:
+        Refused: experts with more rows than a limit keep fewer rows than it, and others keep all. An expert with as
+            many rows as the limit would keep more than the capacity that the crowded ones show.
+    """
+    crowded: dict[Source, tuple[int, int]] = {}
+    cut_below: set[Source] = set()
+    for form in match.forms:
+        loads = {e: (int((form.ids == e).sum()), int(form.kept_slots[form.ids == e].sum())) for e in form.ids.unique()}
+        for read in form.capture.reads:
+            name, number = find_comparison(read)
+            limit = unwrap_numbers(number)
+            if name not in _LARGEST_BELOW or type(limit) is not int:
+                continue
+            limit += _LARGEST_BELOW[name]
+            kept_above = {kept for rows, kept in loads.values() if rows > limit}
+            if form.forced_read is None and any(kept < rows <= limit for rows, kept in loads.values()):
+                cut_below.add(read.source)
+            if len(kept_above) == 1 and 0 < max(kept_above) < limit:
+                crowded.setdefault(read.source, (limit, *kept_above))
+    for source, (limit, kept) in crowded.items():
+        if source not in cut_below:
+            raise Refused(
+                f"an expert with more than {limit} rows keeps {kept} of them, and one with {limit} rows keeps all: "
+                f"{source.text}; moefx supports capacities, up to which an expert keeps all rows",
+                source=str(source),
+                remedy="compare the number of rows with the number that is kept, as in rows[:capacity]",
+            )
 
 
 def _find_rule(match: Match, samples: SizeSamples, owned: set[int]) -> DropRule | None:
