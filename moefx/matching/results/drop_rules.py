@@ -105,7 +105,7 @@ def _check_limits(match: Match) -> None:
             if form.forced_read is None and any(kept < rows <= limit for rows, kept in loads.values()):
                 cut_below.add(read.source)
             if len(kept_above) == 1 and 0 < max(kept_above) < limit:
-                crowded.setdefault(read.source, (limit, *kept_above))
+                crowded.setdefault(read.source, (limit, max(kept_above)))
     for source, (limit, kept) in crowded.items():
         if source not in cut_below:
             raise Refused(
