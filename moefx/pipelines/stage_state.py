@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -41,12 +42,25 @@ class StageGroup:
         return [value_by_rank[rank] for rank in self.ranks]
 
     def is_true_on_any(self, flag: bool) -> bool:
-        """Return whether a flag is true on any rank of the mesh. Collective over the mesh. The host waits."""
-        number = torch.tensor(int(flag), device=self.mesh.device_type)
-        for dim in range(self.mesh.ndim):
-            if self.mesh.size(dim) > 1:
-                dist.all_reduce(number, dist.ReduceOp.MAX, group=self.mesh.get_group(dim))
+        """Return whether a flag is true on any rank of the mesh. Collective over the mesh."""
+        device_type, groups = self._flag_groups
+        number = torch.tensor(int(flag), device=device_type)
+        for group in groups:
+            dist.all_reduce(number, dist.ReduceOp.MAX, group=group)
         return bool(number.item())
+
+    @functools.cached_property
+    def _flag_groups(self) -> tuple[str, list[dist.ProcessGroup]]:
+        """The device and the groups by which all ranks agree on a flag: the CPU, so that no host waits for its GPU,
+        unless this torch has no gloo."""
+        groups = [self.mesh.get_group(dim) for dim in range(self.mesh.ndim) if self.mesh.size(dim) > 1]
+        if all(torch.device("cpu") in group._device_types for group in groups):
+            return "cpu", groups
+        if not dist.is_gloo_available():
+            return self.mesh.device_type, groups
+        ranks = sorted(self.mesh.mesh.flatten().tolist())
+        group: Any = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, group_desc="pipeline/hosts")
+        return "cpu", [group]
 
     def gather_state(self, state: dict[str, Any], *, cpu: bool, rank: int | None) -> dict[str, Any]:
         """Merge the full state dicts of the stages. One broadcast per tensor.
