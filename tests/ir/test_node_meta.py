@@ -10,7 +10,7 @@ from moefx.ir.node_meta import BlockMeta, CachedMeta, CaptureMeta, FlatGraphMeta
 
 PACKAGE = Path(__file__).parents[2] / "moefx"
 DECLARED = {key for kind in (BlockMeta, CachedMeta, CaptureMeta, FlatGraphMeta) for key in kind.__annotations__}
-_CALLS = {"fold_ancestors": 1, "_depends": 1, "_mark": 1}  # functions that write a key, and its position
+_CALLS = {"fold_ancestors": 1, "_fold_dependence": 1}  # functions that write a key, and its position
 
 
 def find_keys(tree: ast.AST) -> Iterator[str]:
@@ -50,6 +50,6 @@ def test_keys_of_meta_are_declared():
 def test_undeclared_keys_are_seen():
     code = (
         "n.meta['a']; n.meta.get('b', 0); n.meta.update(c=1); 'd' in n.meta; f.g.meta['e'] = 2; "
-        "fold_ancestors(n, 'f', g); self._mark(3, 'h')"
+        "fold_ancestors(n, 'f', g); _fold_dependence(3, 'h')"
     )
     assert set(find_keys(ast.parse(code))) == set("abcdefh")

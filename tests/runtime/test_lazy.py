@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import moefx
-from moefx.compiler import check_policy, specialization, survey
+from moefx.compiler import check_policy, equal_modules, specialization
 from moefx.compiler.numeric_check import NumericCheck, Outcome, check_numerically
 
 from ..blocks import D, E, Loop, Mlp
@@ -427,7 +427,7 @@ class Layers(nn.Module):
 def lifts(monkeypatch):
     """Collect the names of lifted blocks."""
     found = []
-    for module in (specialization, survey):
+    for module in (specialization, equal_modules):
         stock = module.rewrite_block
 
         def counted(*args, stock=stock, **options):
