@@ -1,4 +1,4 @@
-"""Vary functions of counts or positions that are constant for few tokens.
+"""Vary functions of counts, positions or several choices that are constant for few tokens.
 
 Protects from functions that change with many tokens::
 
@@ -6,6 +6,8 @@ Protects from functions that change with many tokens::
     weights = weights / (1 + counts // 300)[chosen]  # 1 in captures of 29 tokens
     position = torch.arange(len(x)) % 700
     weights = weights * (position < 650)[:, None]
+    number = chosen[:, 0] * num_experts + chosen[:, 1]
+    weights = weights * (number != 7)[:, None]  # True for the tokens of all captures
 
 The results look like constants. The probe captures again with different numbers in their place, and requires the form
 of the other captures. Comparisons with a known limit belong to `unreached_limits`.
@@ -31,10 +33,21 @@ from ..facts.graph_nodes import (
     find_lookups,
     follows_from_integers,
     position_axis,
+    skip_moves,
 )
 from ..facts.integer_ranges import IntegerRanges, find_token_sizes
 from ..facts.load_statistics import is_load_statistic
-from ..facts.op_classes import COUNT_CLAMPS, ELEMENT_MOVES, LOOKUPS, NEW_TENSORS, SEARCHES
+from ..facts.op_classes import (
+    AXIS_REDUCTIONS,
+    COMPARISONS,
+    COPIES,
+    COUNT_CLAMPS,
+    ELEMENT_MOVES,
+    LOOKUPS,
+    NEW_TENSORS,
+    SEARCHES,
+    VIEWS,
+)
 from ..facts.range_arithmetic import UNBOUNDED
 from ..interventions.forced_outcome import ForcedStep, OutcomeKind, force_outcome
 from ..interventions.idle_branches import is_chosen_test
@@ -43,6 +56,7 @@ if TYPE_CHECKING:
     from ..proof.proof_view import ProofView
 
 _LOOKUPS = LOOKUPS | SEARCHES
+_LOGIC = {"all", "any", "bitwise_and", "bitwise_not", "bitwise_or", "logical_and", "logical_not", "logical_or"}
 
 
 def vary_count_functions(proof: ProofView) -> None:
@@ -85,7 +99,8 @@ def _find_constant_numbers(proof: ProofView) -> dict[tuple[Source, str], str]:
             # `overflow_limits` looks beyond a fixed limit, and not beyond one that grows with the tokens
             is_limit = site in limited and not (is_statistic and len(limited[site]) > 1)
             is_count_function = not is_limit and (is_statistic or _has_unbounded_operands(ranges, n, by))
-            if not (_is_function_of_elements(n) or _tests_positions(n, sizes) or is_count_function):
+            is_test = _tests_positions(n, sizes) or _tests_choices_together(ranges, n)
+            if not (_is_function_of_elements(n) or is_test or is_count_function):
                 continue
             if is_chosen_test(n) and _find_outcomes(form.capture, n, by) == {get_op_name(n) in ("gt", "ge", "ne")}:
                 continue
@@ -218,6 +233,37 @@ def _tests_positions(n: fx.Node, sizes: set[int]) -> bool:
     operands = [(a, v) for a in n.all_input_nodes if isinstance(v := a.meta.get("val"), torch.Tensor)]
     tested = [(a, v) for a, v in operands if not sizes.isdisjoint(v.shape)]
     return bool(tested) and all(v.dtype != torch.bool and a.all_input_nodes for a, v in tested)
+
+
+def _tests_choices_together(ranges: IntegerRanges, n: fx.Node) -> bool:
+    """Return whether a node tests several choices of a token together, or a number made of them::
+
+    (ids[:, 0] == 2) & (ids[:, 1] == 5)
+    ids[:, 0] * num_experts + ids[:, 1] == 7
+    """
+    name, operands = get_op_name(n), n.all_input_nodes
+    if name in COMPARISONS:
+        return _tests_choices(ranges, n) and any(map(_is_computed_choice, operands))
+    return name in _LOGIC and _tests_choices(ranges, n)
+
+
+def _tests_choices(ranges: IntegerRanges, n: fx.Node) -> bool:
+    """Return whether a boolean follows from choices of tokens, and from no counts or ranks."""
+    n = skip_moves(n, COPIES | VIEWS)
+    tested = [a for a in n.all_input_nodes if depends_on_routing(a)]
+    if get_op_name(n) in COMPARISONS:
+        return bool(tested) and not any(_is_unbounded(ranges, a) for a in n.all_input_nodes)
+    return get_op_name(n) in _LOGIC and bool(tested) and all(_tests_choices(ranges, a) for a in tested)
+
+
+def _is_computed_choice(n: fx.Node) -> bool:
+    """Return whether an op computes integers of the routing, rather than selecting or comparing them."""
+    n = skip_moves(n, COPIES | VIEWS)
+    val: Any = n.meta.get("val")
+    if not isinstance(val, torch.Tensor) or val.dtype is torch.bool or not depends_on_routing(n):
+        return False
+    is_pointwise = torch.Tag.pointwise in getattr(n.target, "tags", ())
+    return is_pointwise or get_op_name(n) in AXIS_REDUCTIONS
 
 
 def _is_function_of_elements(n: fx.Node) -> bool:

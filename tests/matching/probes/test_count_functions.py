@@ -549,3 +549,37 @@ class OrAsItIs(Loop):
 def test_a_single_expert_that_tokens_may_skip_is_refused():
     with pytest.raises(moefx.NoMoEBlockFound, match="there is a single expert"):
         moefx.compile(OrAsItIs(), example_inputs=(torch.randn(9, D),))
+
+
+class RareTriple(Loop):
+    """Change the weights of tokens that choose three experts in one order. Captures have few of the 1320 orders."""
+
+    def __init__(self, change):
+        super().__init__(Mlp, 3, 12)
+        self.change, self.rare = change, 0
+
+    def number(self, ids):
+        return ids[:, 0] * 144 + ids[:, 1] * 12 + ids[:, 2]
+
+    def mixed(self, x, w, ids):
+        return super().mixed(x, self.change(w, self.number(ids)[:, None], self.rare), ids)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda w, number, rare: w * (number != rare),
+        lambda w, number, rare: torch.where(number == rare, 0.0, w),
+        lambda w, number, rare: w.masked_fill((number - rare).abs() < 1, 0),
+        lambda w, number, rare: w / (1 + (number == rare)),
+    ],
+    ids=["product", "where", "fill", "quotient"],
+)
+def test_combinations_of_choices_that_no_capture_has(change):
+    torch.manual_seed(0)
+    model, x = RareTriple(change).double(), torch.randn(3000, D, dtype=torch.double)
+    numbers = model.number(model.route(x)[1])
+    model.rare = int(numbers[numbers.bincount()[numbers].argmin()])
+    compiled = moefx.compile(model, example_inputs=(x[:30],), plan=moefx.Plan(validation="symbolic"))
+    torch.testing.assert_close(compiled(x), model(x))
+    assert moefx.blocks(compiled)[0].fallbacks == 0
