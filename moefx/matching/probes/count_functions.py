@@ -28,6 +28,7 @@ from ...ir.node_values import get_op_name
 from ..facts.count_limits import find_limits
 from ..facts.graph_nodes import (
     SELECTION_DIMS,
+    depends_on_arguments,
     depends_on_routing,
     find_extremes,
     find_lookups,
@@ -242,6 +243,8 @@ def _tests_choices_together(ranges: IntegerRanges, n: fx.Node) -> bool:
     ids[:, 0] * num_experts + ids[:, 1] == 7
     """
     name, operands = get_op_name(n), n.all_input_nodes
+    if depends_on_arguments(n):  # see `integer_inputs`
+        return False
     if name in COMPARISONS:
         return _tests_choices(ranges, n) and any(map(_is_computed_choice, operands))
     return name in _LOGIC and _tests_choices(ranges, n)
