@@ -59,9 +59,9 @@ class Plan:
         pilots: False: `"halo"` sends a row for each slot, as in Piper, instead of one for each node and rank.
         chunks: the number of parts in which tokens travel. Experts compute on one part while others are on their way.
             It pays if exchanges take long and experts have many rows.
-        max_tokens: with `dispatch="gather"` or `"pull"`, or if `"auto"` chooses the former, the most tokens of a rank
-            in a call. Every call has room for as many, and a call with more raises `InvalidInput`. None: the hosts
-            agree on the largest number before each call, which CUDA graphs cannot hold.
+        max_tokens: with `dispatch="gather"` or `"pull"`, or if `"auto"` chooses the former, the maximum number of
+            tokens that a rank has in a call. Every call has room for as many, and a call with more raises
+            `InvalidInput`. None: the hosts agree on the largest number before each call, which CUDA graphs cannot hold.
         stash_factor: with `"gather"` or `"pull"` on GPUs, the size of the stash that all layers share for the
             activations of the backward. 1 is the size for equally many rows on each rank. The backward computes lost
             activations again: results do not change. 0 keeps none. None keeps all rows of each layer in tensors for

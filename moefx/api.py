@@ -18,9 +18,9 @@ from .compiled_blocks import (
     is_compiled_function,
 )
 from .compiler.survey_result import Refusal, Survey
+from .driver.agreed_proof import prove_model
 from .driver.installation import install_programs, preview_programs
 from .driver.plan_check import check_effects, check_layout, check_passes
-from .driver.prove_model import prove_model
 from .errors import InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound
 from .inspection.explain import Explanation, merge_refusals
 from .ir.argument_binding import ExampleInputs
@@ -69,8 +69,8 @@ def compile(
         InvalidPlan: a plan field has an invalid value, does not fit the mesh, or names an unknown pass; or the ranks of
             the mesh have different plans or models.
         Refused: with a mesh, a block whose experts cannot be spread over ranks.
-        MoefxError: the model is sharded by FSDP already, or an attribute of a module cannot be copied (then with
-            `strict` or a mesh only).
+        MoefxError: the model is sharded by FSDP already, or an attribute of a module cannot be copied
+            (raised only with `strict` or a mesh).
         UnknownPlatform: the plan is `"auto"`, and MOEFX_PLATFORM names no platform.
     """
     plan, original = _check_plan(plan, mesh), model

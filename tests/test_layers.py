@@ -140,7 +140,7 @@ def find_documented(name: str, path: str):
 
 @pytest.mark.parametrize(
     "heading",
-    ["From `compile` to `prove`", "From a proof to installed programs", "From a call to a kernel",
+    ["From `compile` to a graph", "From a proof to installed programs", "From a call to a kernel",
      "From `pipeline` to a step", "From a folder to a rank's part"],
 )  # fmt: skip
 def test_the_functions_on_the_way_exist(heading):

@@ -17,7 +17,7 @@ from ..ir.argument_binding import flatten_arguments, make_signature_binder
 from ..ir.guards.attribute_reads import BLOCK_MODE, find_tied_tensors
 from ..runtime.block_forward import install_forward
 from ..runtime.program import Program
-from .prove_model import AgreedProof
+from .agreed_proof import AgreedProof
 
 if TYPE_CHECKING:
     from ..runtime.ranks.topology import ExpertAxis

@@ -6,9 +6,11 @@ import threading
 
 
 class _Running(threading.local):
-    """Attributes:
-    block: the block's name, "" outside of blocks and in compiled graphs.
-    counter: number of its `activation_stash.MissCounter`, 0 for none.
+    """The block that this thread runs.
+
+    Attributes:
+        block: the block's name, "" outside of blocks and in compiled graphs.
+        counter: number of its `activation_stash.MissCounter`, 0 for none.
     """
 
     block = ""

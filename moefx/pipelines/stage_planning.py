@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._plan import Plan
-from ..compiler.model_proof import survey_and_check
+from ..compiler.checked_survey import survey_and_check
 from ..distribution.mesh_agreement import gather_by_rank
 from ..errors import MoefxError, UnknownArchitecture
 from ..planner.architecture import Architecture

@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from .._plan import Plan
-from ..compiler.model_proof import survey_and_check
+from ..compiler.checked_survey import survey_and_check
 from ..compiler.survey_result import Survey
 from ..errors import UnknownArchitecture
 from ..ir.expressions.expert_body import ExpertBody, find_up_widths

@@ -38,7 +38,7 @@ class ProgramRequests:
     """
 
     def __init__(self, programs: BlockPrograms, specialize: Specialize | None):
-        self.programs, self.specialize = programs, specialize
+        self.block_programs, self.specialize = programs, specialize
         self.refusals: dict[_Request, str] = {}
         self.traced_refusals: dict[_Request, str] = {}
         self.is_running = False
@@ -63,7 +63,7 @@ class ProgramRequests:
         """
         if self.specialize is None or (self.is_running and holds_compile_lock()):  # capture may run this block
             return ""
-        programs, is_traced = self.programs, args is None
+        programs, is_traced = self.block_programs, args is None
         request = call, programs.find_blocking_conditions(call, leaves)
         if (reason := self._find_settled(request, is_traced)) is not None:
             return reason
@@ -93,7 +93,7 @@ class ProgramRequests:
             return self.refusals[request]
         if is_traced and request in self.traced_refusals:
             return self.traced_refusals[request]
-        if len(self.programs.entries) + len(self.refusals) < MAX_SPECIALIZATIONS:
+        if len(self.block_programs.entries) + len(self.refusals) < MAX_SPECIALIZATIONS:
             return None
         return (
             f"limit of {MAX_SPECIALIZATIONS} specializations reached. Each value of a number among the arguments or "
@@ -106,7 +106,7 @@ class ProgramRequests:
         self.is_running = True
         try:
             with suspend_observers():
-                program = self.specialize(self.programs.block, call, args, kwargs)
+                program = self.specialize(self.block_programs.block, call, args, kwargs)
         except AbsorbedModuleChanged:
             raise
         except Exception as error:  # also an error of the user's code, on abstract tensors or at other sizes

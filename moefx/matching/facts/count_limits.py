@@ -244,6 +244,7 @@ def _breaks_count(ranges: IntegerRanges, n: fx.Node, grown: list[fx.Node], limit
         return False
     if name == "mul":
         return not any(_is_truth(ranges, a) for a in operands)
+    # `rank + 1` is still a count, `rank + 100` is not
     if name in ("add", "sub") and any(type(a) in (int, float) and abs(a) > 1 for a in operands):  # type: ignore[arg-type]
         return True
     return name in NOT_COUNT_PRESERVING or (name == "sub" and not depends_on_routing(operands[0]))

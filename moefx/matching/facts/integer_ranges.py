@@ -30,13 +30,13 @@ from .range_arithmetic import (
     FAR,
     UNBOUNDED,
     Range,
+    bound_wrapped,
     compare,
     compute_range,
     compute_sum_over_tokens,
     limit_counts,
-    settle,
     widen,
-    wrap,
+    wrap_to_dtype,
 )
 
 aten = torch.ops.aten
@@ -166,7 +166,7 @@ class IntegerRanges:
         is_integer = isinstance(val, torch.Tensor) and not (val.dtype.is_floating_point or val.dtype.is_complex)
         node_range = self._find_range(node, val) if is_integer else None
         may_wrap = is_integer and val.dtype in {*NARROW, torch.int32}
-        self._known[node] = wrap(node_range, val.dtype) if may_wrap and node_range is not None else node_range
+        self._known[node] = wrap_to_dtype(node_range, val.dtype) if may_wrap and node_range is not None else node_range
         for i, dim, allowed in find_lookups(node):
             self._known[i] = self._limit(self._known.get(i), node.args[0], i.meta["val"], dim, allowed)
 
@@ -278,7 +278,7 @@ class IntegerRanges:
                 is_exact &= lo == 0
             return compute_sum_over_tokens(self._known[node.args[0]], (lo, hi), is_exact)
         counts = torch.tensor(bool((self._known[node.args[0]][1] == UNBOUNDED).any()))
-        return settle(lo, hi, run(0, torch.float64), run(1, torch.float64), counts)
+        return bound_wrapped(lo, hi, run(0, torch.float64), run(1, torch.float64), counts)
 
     def _propagate_fill(self, node: fx.Node, name: str) -> Range:
         """Return the range of `ids.masked_fill(ids == E, 0)`: the kept numbers are not those that the mask replaces."""

@@ -23,19 +23,21 @@ def compute_range(name: str, a: Range, b: Range) -> Range | None:
     counts = _is_count(*a) | _is_count(*b)
     (alo, ahi), (blo, bhi) = limit_counts(a), limit_counts(b)
     if name == "add":
-        return settle(alo + blo, ahi + bhi, alo.double() + blo, ahi.double() + bhi, counts)
+        return bound_wrapped(alo + blo, ahi + bhi, alo.double() + blo, ahi.double() + bhi, counts)
     if name == "sub":
-        return settle(alo - bhi, ahi - blo, alo.double() - bhi, ahi.double() - blo, counts)
+        return bound_wrapped(alo - bhi, ahi - blo, alo.double() - bhi, ahi.double() - blo, counts)
     if name == "mul":
         ends = torch.stack(torch.broadcast_tensors(*[x * y for x in (alo, ahi) for y in (blo, bhi)]))
         reals = torch.stack(torch.broadcast_tensors(*[x.double() * y for x in (alo, ahi) for y in (blo, bhi)]))
-        return settle(ends.amin(0), ends.amax(0), reals.amin(0), reals.amax(0), counts)
+        return bound_wrapped(ends.amin(0), ends.amax(0), reals.amin(0), reals.amax(0), counts)
     if bool((alo < 0).any() or (blo < 0).any()):
         return None
     if name == "bitwise_and":
         return torch.zeros_like(alo + blo), torch.minimum(a[1], b[1])
     # bitwise_or: at least the larger operand, at most the sum, which does not wrap around
-    return settle(torch.maximum(alo, blo), ahi + bhi, 0 * alo.double(), (ahi.double() + bhi).clamp(max=FAR), counts)
+    return bound_wrapped(
+        torch.maximum(alo, blo), ahi + bhi, 0 * alo.double(), (ahi.double() + bhi).clamp(max=FAR), counts
+    )
 
 
 def compute_sum_over_tokens(summands: Range, result: Range, is_exact: torch.Tensor) -> Range:
@@ -51,7 +53,7 @@ def compute_sum_over_tokens(summands: Range, result: Range, is_exact: torch.Tens
     below = result[0] < 0
     real_lo = torch.where(below & ~is_exact, min(least, -float(_MAX_TOKENS)), result[0].double())
     real_hi = torch.where(is_exact, result[1].double(), largest)
-    return settle(
+    return bound_wrapped(
         torch.where(below & ~is_exact, real_lo.clamp(min=-FAR).to(torch.int64), result[0]),
         torch.where(is_exact, result[1], real_hi.clamp(max=FAR).to(torch.int64)),
         real_lo,
@@ -60,7 +62,7 @@ def compute_sum_over_tokens(summands: Range, result: Range, is_exact: torch.Tens
     )
 
 
-def settle(
+def bound_wrapped(
     lo: torch.Tensor, hi: torch.Tensor, real_lo: torch.Tensor, real_hi: torch.Tensor, counts: torch.Tensor
 ) -> Range:
     """Return bounds that hold although int64 wraps around.
@@ -99,7 +101,7 @@ def widen(bounds: Range) -> Range:
     return torch.where(lo <= -FAR, _INT64.min, lo), torch.where(hi >= FAR, _INT64.max, hi)
 
 
-def wrap(bounds: Range, dtype: torch.dtype) -> Range:
+def wrap_to_dtype(bounds: Range, dtype: torch.dtype) -> Range:
     """Replace bounds that exceed an integer type by those of the type."""
     info = torch.iinfo(dtype)
     fits = (bounds[0] >= info.min) & (bounds[1] <= info.max)

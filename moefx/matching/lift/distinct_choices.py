@@ -386,10 +386,11 @@ def _find_common_variable(variables: list[torch.Tensor]) -> torch.Tensor | None:
     return common if all(bool(((c == 0) | (c == common)).all()) for c in variables) else None
 
 
-def _run_again(node: fx.Node, inputs: dict[fx.Node, torch.Tensor], **changed: Any) -> torch.Tensor:
+def _run_again(node: fx.Node, inputs: dict[fx.Node, torch.Tensor], padding: int | None = None) -> torch.Tensor:
+    """Run the op of a node on other inputs. padding: replaces the value with which the op pads."""
     by = _find_op(node)
     args, kwargs = fx.node.map_arg((by.args, by.kwargs), inputs.__getitem__)
-    if "padding" in changed and get_op_name(by) == "constant_pad_nd":
-        args = *args[:2], changed["padding"]
+    if padding is not None and get_op_name(by) == "constant_pad_nd":
+        args = *args[:2], padding
     out = by.target(*args, **{k: v for k, v in kwargs.items() if k != "device"})
     return out if by is node else out[node.args[1]]

@@ -57,6 +57,8 @@ class _CutKind(enum.Enum):
     """Kinds of cuts, by how their experts were numbered (see `Lifter._list_numberings`).
 
     Attributes:
+        NUMBERED_BY_LISTS: the order of lists of parameters numbers the experts.
+        NUMBERED_BY_TOKENS: the tokens of each expert number them.
         PART: the cut has fewer rows than tokens, such as one inside an expert.
     """
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..proof.proof_view import ProofView
 
 _LEAK_SIZES = (131, 261, 517, 1029, 2053)  # no powers of two, which programs often treat separately
-_MARGIN = 0.85  # for tokens outside the crowd
+_CROWD_SHARE = 0.85  # of the tokens choose the crowded expert, as in `unreached_limits`
 _SEQUENCES = (2, 3, 6, 10)  # numbers of sequences to choose one from
 _MIN_NAMED_SIZE = 9  # smaller numbers in code are slots, experts and axes more often than numbers of tokens
 _MAX_NAMED_SIZES = 8
@@ -48,12 +48,12 @@ class Difference(NamedTuple):
     """Whether a capture differs from the common behaviour of all captures.
 
     Attributes:
-        lines: other lines run, or the form is another one.
-        numbers: a number differs that is equal in all captures.
+        has_other_lines: other lines run, or the form is another one.
+        has_other_numbers: a number differs that is equal in all captures.
     """
 
-    lines: bool
-    numbers: bool
+    has_other_lines: bool
+    has_other_numbers: bool
 
 
 class _CommonBehaviour:
@@ -65,7 +65,7 @@ class _CommonBehaviour:
         self.all_lines = set().union(*map(_collect_lines, many))
         self.common_lines = set.intersection(*map(_collect_lines, many))
         numbers_by_capture = [*map(_collect_numbers, many)]
-        self.same = {
+        self.common_numbers = {
             at: v
             for at, v in numbers_by_capture[0].items()
             if v is not None and all(numbers.get(at) == v for numbers in numbers_by_capture)
@@ -85,7 +85,7 @@ class _CommonBehaviour:
     def has_changed_numbers(self, captured: Capture) -> bool:
         """Return whether a number of a capture differs that is equal in all captures."""
         there = _collect_numbers(captured)  # one iteration of a loop may have another number
-        return any(v != self.same[at] for at, v in there.items() if at in self.same)
+        return any(v != self.common_numbers[at] for at, v in there.items() if at in self.common_numbers)
 
     def compare(self, tokens: int) -> Difference:
         """Compare a capture of `tokens` tokens with the common behaviour, under all kinds of routing.
@@ -112,7 +112,7 @@ class _CommonBehaviour:
             )
         if not self.leaked_routing:
             return min(first_by_routing.values())
-        return max(1, int(min(n * self.crowds[kind] * _MARGIN for kind, n in first_by_routing.items())))
+        return max(1, int(min(n * self.crowds[kind] * _CROWD_SHARE for kind, n in first_by_routing.items())))
 
     def compare_under(self, kind: RoutingKind, tokens: int) -> Difference:
         """Return the result of `compare` for one kind of routing, cached.
@@ -127,7 +127,7 @@ class _CommonBehaviour:
     def _compare_under(self, kind: RoutingKind, tokens: int) -> Difference:
         sizes = self.proof.size_choice.choose_sequence(tokens)
         if not all(g.holds(sizes) for g in self.guards):
-            return Difference(lines=False, numbers=False)
+            return Difference(has_other_lines=False, has_other_numbers=False)
         captured = self.proof.capture(Routing(kind, 8), sizes, max_nodes=self.max_nodes)
         are_same = self.common_lines <= _collect_lines(captured) <= self.all_lines and not (
             self.leaked_routing and self._has_other_form(captured)

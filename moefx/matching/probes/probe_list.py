@@ -55,7 +55,7 @@ INTERVENTIONS = (
     _VARY_COUNTS.repeat("numbers of the captures since"),
     _OVERFLOW.repeat("limits of the captures since"),
     Probe(vary_leaked_sizes, "a size that became a plain number and decides something at more tokens"),
-    Probe(try_round_sizes, "a plain number that tells powers of two, squares or multiples from other sizes"),
+    Probe(try_round_sizes, "a plain number that distinguishes powers of two, squares or multiples from other sizes"),
     Probe(guard_constant_expressions, "an expression of sizes with one value at the captures' sizes by chance"),
 )
 # The first two add no captures: they compare what Python did in all captures.

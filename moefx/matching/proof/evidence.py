@@ -118,7 +118,7 @@ class Evidence:
         forced_read: Source | None = None,
         is_aligned: bool = False,
     ) -> CanonicalForm:
-        """Add the form of a capture behind the others.
+        """Append the form of a capture.
 
         The form must agree with the reference, if there is one, and is stored with its groups in that order. If it
         differs, the evidence is unchanged. Between `postpone_comparison` and `mark_aligned`, store it as it is.

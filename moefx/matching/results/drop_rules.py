@@ -29,7 +29,7 @@ from .size_samples import Capturer, SizeSamples
 Slot = tuple[int, int]
 _ORDERS = ("position_token", "position_slot", "weight")
 _LIMITS = {f"aten.{op}" for op in ("slice.Tensor", "lt.Scalar", "le.Scalar", "gt.Scalar", "ge.Scalar")}
-_LARGEST_BELOW = {"gt": 0, "le": 0, "ge": -1, "lt": -1}  # the largest number of rows that is not above a limit
+_LARGEST_BELOW = {"gt": 0, "le": 0, "ge": -1, "lt": -1}  # from a limit to the largest number of rows that passes it
 _MIN_POINTS = 8  # captured values that a formula needs; with fewer it would be a guess
 
 

@@ -1,4 +1,4 @@
-"""The constructors of terms, which keep them in normal form (see `term`).
+"""The constructors of terms, which keep them in normal form (see `term.py`).
 
 The lifter reads rows with `Terms.pick(term, axis, i)`. Ops that move elements disappear, and zeros fold. The result
 shows the input row, the parameters and the weights. Terms are lazy: only picked elements are computed.

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from .normal_form import Terms
 
 _MAX_TERMS = 1 << 16
-
-
+_MAX_ELEMENTS = 4096  # of a vector whose elements become one term each
 _COST = {
     "const": 0,
     "array": 0,
@@ -35,7 +34,7 @@ _COST = {
 
 
 def cost(t: Term) -> tuple[int, int]:
-    """Sort key of operands: those that are likely to be zero, and cheap to pick, come first."""
+    """Return the sort key of an operand: those that are likely to be zero, and cheap to pick, come first."""
     inner = t
     while inner.op in ("reshape", "expand", "permute", "slice"):
         inner = inner.args[0]
@@ -148,7 +147,7 @@ def resolve(terms: Terms, t: Term) -> Term:
             return terms.slice(terms.resolve(t.args[0]), *t.args[1:])
         case "cat":
             return terms.cat([terms.resolve(p) for p in t.args[1:]], t.args[0])
-        case "index_put" | "index" if len(t.shape) == 1 and t.shape[0] <= 4096:
+        case "index_put" | "index" if len(t.shape) == 1 and t.shape[0] <= _MAX_ELEMENTS:
             parts = [terms.reshape(terms.resolve(terms.pick(t, 0, i)), (1,)) for i in range(t.shape[0])]
             return terms.cat(parts, 0)
     return t

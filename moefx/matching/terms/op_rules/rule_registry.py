@@ -32,7 +32,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     """Register a rule for the ops of these names.
 
     A rule is a function of the builder, the node and its arguments, with terms for nodes. It returns the node's term,
-    or None if the node shall be opaque.
+    or None if the node is opaque.
     """
 
     def register(fn: Rule) -> Rule:

@@ -14,7 +14,7 @@ from torch import nn
 from .._plan import Plan
 from ..capture.environment.worker_thread import run_proof
 from ..compiler.block_compiler import reapply_checkpoint
-from ..compiler.model_proof import survey_and_check
+from ..compiler.checked_survey import survey_and_check
 from ..compiler.survey import survey_model
 from ..compiler.survey_result import Survey
 from ..ir.argument_binding import find_device
