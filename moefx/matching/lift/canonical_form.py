@@ -13,6 +13,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import fx
@@ -24,6 +25,7 @@ from ..terms.parameter_slices import ParameterSlice
 from .lift_options import LiftOptions
 
 SlotPosition = tuple[int, int, int]  # token, slot, expert
+Axis = Literal["t", "k", "e", "tk", "kt", "m", "s"]  # see `NodeRef`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +42,7 @@ class NodeRef:
     """
 
     node: fx.Node
-    axes: tuple[str, ...]
+    axes: tuple[Axis, ...]
     columns: tuple[NodeRef, ...] = ()
     inverted: bool = False
 
@@ -53,6 +55,26 @@ class NodeRef:
     def position(self) -> tuple:
         """The node's index and axes, which identify it in every capture that runs the same ops."""
         return self.node.meta["index"], self.axes
+
+    @property
+    def is_per_token(self) -> bool:
+        """Whether it has one value for each token, the same for all slots."""
+        return set(self.axes) == {"t"}
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether it has a value for each slot."""
+        return not {"k", "tk", "kt"}.isdisjoint(self.axes)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether it has a value for each expert."""
+        return "e" in self.axes
+
+    @property
+    def is_same_for_slots(self) -> bool:
+        """Whether its values depend at most on the token or its sequence."""
+        return set(self.axes) <= {"t", "s"}
 
     @property
     def nodes(self) -> list[fx.Node]:

@@ -35,7 +35,7 @@ from ...capture.tracing.op_sets import SHAPE_ONLY
 from ...ir.node_values import get_argument, get_op_name
 from ..facts.graph_nodes import SELECTION_DIMS, collect_numbers, is_random, position_axis
 from ..facts.integer_ranges import find_token_sizes
-from .canonical_form import CanonicalForm
+from .canonical_form import Axis, CanonicalForm
 from .expert_index import enumerate_slot_views
 from .score_masks import Derivation, find_masks, scatter_positions
 
@@ -88,7 +88,7 @@ def has_distinct_slots(
     )
 
 
-def view_as_slots(x: torch.Tensor, tokens: tuple[int, ...], axes: tuple[str, ...]) -> torch.Tensor:
+def view_as_slots(x: torch.Tensor, tokens: tuple[int, ...], axes: tuple[Axis, ...]) -> torch.Tensor:
     """View a tensor as [T, K], by the axes of a `NodeRef`."""
     sequences = len(x) if "s" in axes else 0
     return next(flat for view_axes, flat in enumerate_slot_views(x, tokens, sequences) if view_axes == axes)

@@ -24,7 +24,7 @@ from ...inspection.proof_trace import IndexAttempt
 from ..facts.graph_nodes import describe_node
 from ..terms.parameter_slices import ParameterSlice
 from ..terms.term import Term
-from .canonical_form import CanonicalForm, NodeRef, count_sequences
+from .canonical_form import Axis, CanonicalForm, NodeRef, count_sequences
 from .expert_owners import ExpertOwners, OwnerKey
 
 _MAX_SLOTS = 64
@@ -245,7 +245,7 @@ class _IndexSearch:
 
 def enumerate_slot_views(
     val: torch.Tensor, tokens: tuple[int, ...], sequences: int = 0
-) -> list[tuple[tuple[str, ...], torch.Tensor]]:
+) -> list[tuple[tuple[Axis, ...], torch.Tensor]]:
     """List the views of a tensor as [T, K], each with the axes of a `NodeRef`.
 
     Args:

@@ -28,7 +28,7 @@ from torch import fx
 from ..facts.graph_nodes import line
 from ..terms.node_semantics import Semantics
 from ..terms.term import Term, is_const
-from .canonical_form import CanonicalForm, NodeRef, SlotPosition
+from .canonical_form import Axis, CanonicalForm, NodeRef, SlotPosition
 from .lift_options import LiftOptions
 
 
@@ -70,7 +70,7 @@ class ValueAxes:
         """The indices of each token along the token axes."""
         return list(itertools.product(*map(range, self.tokens)))
 
-    def enumerate(self, shape: tuple[int, ...]) -> list[tuple[int, tuple[str, ...]]]:
+    def enumerate(self, shape: tuple[int, ...]) -> list[tuple[int, tuple[Axis, ...]]]:
         """List the axes by which a tensor of this shape may hold values, each with its rank (0 is the likeliest)."""
         T, K, out = self.num_tokens, self.slots, []
         for lead in dict.fromkeys([(T,), self.tokens]):
@@ -216,7 +216,11 @@ class ValueLookup:
             out = self._rows[shape] = set()
             for ref in self.candidates if shape else ():
                 lead = len(ref.axes)
-                if set(ref.axes) in ({"t"}, {"s"}) and tuple(ref.node.meta["val"].shape[lead:]) == shape:
+                if (
+                    len(set(ref.axes)) == 1
+                    and ref.is_same_for_slots
+                    and tuple(ref.node.meta["val"].shape[lead:]) == shape
+                ):
                     out |= {r for t in range(self.axes.num_tokens) if (r := self.get_element(ref, t, 0, 0)) is not None}
         return self._rows[shape]
 
@@ -227,7 +231,7 @@ class ValueLookup:
             rows = (self.get_element(ref, t, 0, 0) for t in range(self.axes.num_tokens))
             return all(row is not None and is_const(row, 0) for row in rows)
 
-        return [ref for ref in self.with_repeated if set(ref.axes) == {"t"} and is_zero(ref)]
+        return [ref for ref in self.with_repeated if ref.is_per_token and is_zero(ref)]
 
     def find(
         self,
@@ -248,7 +252,7 @@ class ValueLookup:
         if (at, per_slot) not in self._tables:
             table: dict[Term, list[NodeRef]] = defaultdict(list)
             for ref in self.candidates:
-                if per_slot or set(ref.axes) == {"t"}:
+                if per_slot or ref.is_per_token:
                     value = self._get_value(ref, at)
                     if value is not None:
                         table[value].append(ref)
@@ -258,7 +262,7 @@ class ValueLookup:
         fits = (
             ref
             for ref in self._tables[at, per_slot].get(terms[0], ())
-            if (scalar or may_differ_by_slot or set(ref.axes) <= {"t", "s"})
+            if (scalar or may_differ_by_slot or ref.is_same_for_slots)
             and all(self._get_value(ref, slot) is term for slot, term in zip(positions, terms, strict=True))
         )
         first = self._find_likeliest(fits, range(self.axes.slots)) if scalar else next(fits, None)
@@ -294,7 +298,7 @@ class ValueLookup:
             The candidate and its rows.
         """
         for ref in self.candidates:
-            if set(ref.axes) != {"t"} or self.get_element(ref, t, 0, 0) is not term:
+            if not ref.is_per_token or self.get_element(ref, t, 0, 0) is not term:
                 continue
             if lines is not None and line(ref.node) not in lines:
                 continue
@@ -342,8 +346,8 @@ class ValueLookup:
             fits = (
                 ref
                 for ref in self.candidates
-                if not {"k", "tk", "kt"} & set(ref.axes)
-                and {"t", "s"} & set(ref.axes)
+                if not ref.has_slots
+                and ("t" in ref.axes or "s" in ref.axes)
                 and self._get_value(ref, first) is first_term
                 if all(self._get_value(ref, at) is term for at, term in of_slot)
             )
@@ -359,7 +363,7 @@ class ValueLookup:
 
     def has_value_at(self, t: int, k: int, e: int, term: Term) -> bool:
         return any(
-            self.get_element(ref, t, k, e) is term for ref in self.candidates if "k" in ref.axes or "e" in ref.axes
+            self.get_element(ref, t, k, e) is term for ref in self.candidates if "k" in ref.axes or ref.has_experts
         )
 
 

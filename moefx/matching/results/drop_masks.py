@@ -19,7 +19,7 @@ from ...ir.node_values import get_op_name
 from ..facts.graph_nodes import collect_numbers, find_comparison
 from ..facts.op_classes import COMPARISONS
 from ..interventions.forced_outcome import ASK_ROWS, refuse_limit
-from ..lift.canonical_form import Body, CanonicalForm, NodeRef
+from ..lift.canonical_form import Axis, Body, CanonicalForm, NodeRef
 from ..lift.expert_index import enumerate_slot_views
 from ..terms.index_arithmetic import unravel
 from ..terms.node_semantics import Semantics
@@ -186,7 +186,7 @@ def _find_mask_candidates(form: CanonicalForm) -> list[NodeRef]:
     """Find the nodes before the cut that are nonzero (if `inverted`, zero) exactly at the slots that count."""
     out: list[NodeRef] = []
 
-    def add_if_mask(n: torch.fx.Node, axes: tuple[str, ...], truth: torch.Tensor) -> None:
+    def add_if_mask(n: torch.fx.Node, axes: tuple[Axis, ...], truth: torch.Tensor) -> None:
         for inverted in (False, True):
             if torch.equal(truth != inverted, form.kept_slots):
                 out.append(NodeRef(n, axes, inverted=inverted))

@@ -218,8 +218,8 @@ def _find_weights(form: CanonicalForm) -> torch.Tensor | None:
     for group in form.groups:
         for i, ref in enumerate(group.values):
             wide = any(b.op == "value" and b.args[0] == i and math.prod(b.shape) > 1 for b in walk_body(group.body))
-            is_per_slot = ref.axes[-1:] in (("k",), ("tk",)) or (form.slots == 1 and set(ref.axes) == {"t"})
-            if not wide and not ref.columns and is_per_slot and not {"e", "s"} & set(ref.axes):
+            is_per_slot = ref.axes[-1:] in (("k",), ("tk",)) or (form.slots == 1 and ref.is_per_token)
+            if not wide and not ref.columns and is_per_slot and not ref.has_experts and "s" not in ref.axes:
                 return form.capture.concrete_value(ref.node).reshape(form.ids.shape)
     return None
 
