@@ -302,7 +302,7 @@ def test_a_lost_rank_raises(name):
 @pytest.mark.parametrize(
     "name",
     ("auto", "compile", "corpus", "gather", "hop", "lost", "pipeline", "pull")
-    + ("program", "reduction", "sequence", "state", "verify", "wrapper"),
+    + ("exchange", "pipeline_overlap", "program", "reduction", "sequence", "state", "verify", "wrapper"),
 )
 def test_all_cases_pass_without_sampling(name):
     launch(4, f"tests.distributed.{name}_cases", environment={ALL_CASES: "1"})
