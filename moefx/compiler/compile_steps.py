@@ -66,7 +66,7 @@ def _bind_layout(context: PassContext) -> dict[str, Any]:
         "routes": context.expert_layout.routes,
         "stacked": context.expert_layout.parameters.stacked,
         "trained": frozenset(name for name, p in context.block.named_parameters() if p.requires_grad),
-        "samples": context.expert_layout.number,
+        "sampler_number": context.expert_layout.number,
     }
 
 

@@ -55,7 +55,7 @@ def insert_collectives(
     routes: ExchangeRoutes,
     stacked: Collection[str],
     trained: Collection[str] = (),
-    samples: int = 0,
+    sampler_number: int = 0,
 ) -> BlockGraph:
     """Distribute the routed sum over the ranks of the expert axis.
 
@@ -63,7 +63,7 @@ def insert_collectives(
         stacked: names of the parameters that hold all experts in one tensor, a DTensor. Of separate parameters, a rank
             holds those of its own experts only.
         trained: names of the parameters with gradients.
-        samples: the sampler number of the block, see `ir.ops.parameter_samples`.
+        sampler_number: that of the block, see `ir.ops.parameter_samples`.
     """
     block = block.copy()
     routed = RoutedRegion.of(block)
@@ -75,7 +75,7 @@ def insert_collectives(
             source=str(shared_values[0].meta.get("source", "")),
             remedy="apply it before the experts, or after their sum",
         )
-    exchanges = _insert_exchanges(routed, placement, routes, samples)
+    exchanges = _insert_exchanges(routed, placement, routes, sampler_number)
     for exchange in exchanges:
         move_experts(exchange.routed, exchange.received, placement)
     _return_sums(routed, exchanges)
@@ -84,7 +84,7 @@ def insert_collectives(
 
 
 def _insert_exchanges(
-    routed: RoutedRegion, placement: Placement, routes: ExchangeRoutes, samples: int
+    routed: RoutedRegion, placement: Placement, routes: ExchangeRoutes, sampler_number: int
 ) -> Sequence[UnevenExchange | GatheredTokens]:
     """Emit the rows that travel to their experts.
 
@@ -122,7 +122,7 @@ def _insert_exchanges(
             "fingerprint": fingerprint,
             "group": placement.group,
         }
-        counts = _insert_counts(routed, destinations_by_chunk, placement, routes, {**kwargs, "samples": samples})
+        counts = _insert_counts(routed, destinations_by_chunk, placement, routes, {**kwargs, "samples": sampler_number})
         if len(chunks) == 1:  # the buffers of chunks would be mostly empty
             chunks[0].insert_packs(token_values, slot_values)
         splits = iter(_insert_splits(routed, counts, placement, routes, kwargs, len(chunks)))

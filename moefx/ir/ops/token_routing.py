@@ -44,14 +44,14 @@ def build_pft(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Build the index arrays of the padding-free token buffer (ERI arrays of X-MoE, Listing 1) from the routing.
 
-    An entry s*K+k is slot k of token s. Rows are sorted by expert and, within an expert, by entry. An entry is dropped
-    if its id is outside [0, E), if `keep` is False, or if its expert's queue already has `capacity` entries. `drop` is
-    the order of the queue: "position_token" (s, then k), "position_slot" (k, then s: all first slots first), "weight"
-    (largest weight first, ties by entry). Entries dropped by id or `keep` do not queue.
+    Slot number s*K+k is slot k of token s. Rows are sorted by expert and, within an expert, by slot number. A slot is
+    dropped if its id is outside [0, E), if `keep` is False, or if its expert's queue already has `capacity` slots.
+    `drop` is the order of the queue: "position_token" (s, then k), "position_slot" (k, then s: all first slots first),
+    "weight" (largest weight first, ties by slot number). Slots dropped by id or `keep` do not queue.
 
     Args:
-        num_rows: number of valid entries, int64 [1] on the host, if known. B is then `round_up_rows`, otherwise S*K.
-            Entries beyond B are dropped. Not with `capacity`.
+        num_rows: number of valid slots, int64 [1] on the host, if known. B is then `round_up_rows`, otherwise S*K.
+            Slots beyond B are dropped. Not with `capacity`.
 
     Returns:
         token_ids[B], slot_ids[B]: token and slot of row r; 0 in the tail. int32.
@@ -60,7 +60,7 @@ def build_pft(
         order, 0 in the tail; [0] without weights. Differentiable.
     """
     _check_routing(topk_ids, topk_weights, keep, num_rows, num_experts, capacity, drop)
-    top_k, num_entries, device = topk_ids.shape[1], topk_ids.numel(), topk_ids.device
+    top_k, num_slots, device = topk_ids.shape[1], topk_ids.numel(), topk_ids.device
     room = round_up_rows(num_rows, topk_ids)
     expert_ids = topk_ids.reshape(-1)
     if expert_ids.element_size() < 4:
@@ -68,7 +68,7 @@ def build_pft(
     valid = (expert_ids >= 0) & (expert_ids < num_experts)
     if keep is not None:
         valid &= keep.reshape(-1)
-    expert_ids = torch.where(valid, expert_ids, num_experts).to(torch.int32)  # dropped entries sort last
+    expert_ids = torch.where(valid, expert_ids, num_experts).to(torch.int32)  # dropped slots sort last
     if capacity is not None:
         queue = _order_queue(topk_ids.shape, topk_weights, drop, device)
         expert_ids = torch.where(
@@ -77,19 +77,19 @@ def build_pft(
     sorted_ids, order = torch.sort(expert_ids, stable=True)
     bounds = torch.arange(num_experts + 1, dtype=torch.int32, device=device)
     expert_offsets = torch.searchsorted(sorted_ids, bounds, out_int32=True).clamp_(max=room)
-    rows = torch.arange(num_entries, dtype=torch.int32, device=device)
+    rows = torch.arange(num_slots, dtype=torch.int32, device=device)
     in_tail = rows >= expert_offsets[num_experts]
     inverse = torch.empty_like(rows).scatter_(0, order, rows.masked_fill(in_tail, -1)).view(topk_ids.shape)
-    entries = order.to(torch.int32).masked_fill_(in_tail, 0)
-    token_ids = torch.div(entries, top_k, rounding_mode="floor")
-    slot_ids = entries - token_ids * top_k
+    slots = order.to(torch.int32).masked_fill_(in_tail, 0)
+    token_ids = torch.div(slots, top_k, rounding_mode="floor")
+    slot_ids = slots - token_ids * top_k
     if topk_weights is None:
         combine_weights = torch.empty(0, dtype=torch.float32, device=device)
     else:
         # Fill the tail instead of multiplying it by 0: a dropped weight may be NaN.
         combine_weights = topk_weights.reshape(-1).index_select(0, order).masked_fill_(in_tail, 0)
     by_row = token_ids, slot_ids, combine_weights
-    token_ids, slot_ids, combine_weights = by_row if room == num_entries else (t[:room].clone() for t in by_row)
+    token_ids, slot_ids, combine_weights = by_row if room == num_slots else (t[:room].clone() for t in by_row)
     return token_ids, slot_ids, expert_offsets, inverse, combine_weights
 
 
@@ -104,7 +104,7 @@ def round_up_rows(num_rows: Tensor | None, topk_ids: Tensor) -> int:
 
 
 def _order_queue(shape: Sequence[int], weights: Tensor | None, drop: str, device: torch.device) -> Tensor:
-    """Return the entries in the order of the queue."""
+    """Return the slots in the order of the queue."""
     num_tokens, top_k = shape
     flat = torch.arange(num_tokens * top_k, device=device)
     if drop == "position_slot":
@@ -116,7 +116,7 @@ def _order_queue(shape: Sequence[int], weights: Tensor | None, drop: str, device
 
 
 def _find_queue_indices(expert_ids: Tensor, queue: Tensor, num_experts: int) -> Tensor:
-    """Return the number of entries of the same expert that precede each entry in the queue."""
+    """Return the number of slots of the same expert that precede each slot in the queue."""
     in_queue = expert_ids.index_select(0, queue)
     by_expert, order = torch.sort(in_queue, stable=True)
     first = torch.searchsorted(by_expert, torch.arange(num_experts + 1, dtype=torch.int32, device=expert_ids.device))
@@ -154,8 +154,8 @@ def _check_routing(
 @build_pft.fake
 def _(topk_ids, topk_weights, keep, *, num_experts, capacity=None, drop="none", num_rows=None):
     _check_routing(topk_ids, topk_weights, keep, num_rows, num_experts, capacity, drop)
-    num_entries = topk_ids.shape[0] * topk_ids.shape[1]
-    room = num_entries if num_rows is None else torch.library.get_ctx().new_dynamic_size()
+    num_slots = topk_ids.shape[0] * topk_ids.shape[1]
+    room = num_slots if num_rows is None else torch.library.get_ctx().new_dynamic_size()
     index = topk_ids.new_empty((room,), dtype=torch.int32)
     offsets = topk_ids.new_empty((num_experts + 1,), dtype=torch.int32)
     inverse = topk_ids.new_empty(topk_ids.shape, dtype=torch.int32)
