@@ -37,7 +37,7 @@ from ..ir.guards.attribute_reads import AttributeLocation
 from ..ir.passed_objects import PassedObject, is_passed, set_name
 from ..matching.results.match_result import Match
 from ..passes.pass_manager import PassManager
-from ..passes.rewrite import Placeholders, RewriteResult
+from ..passes.rewrite import DialectGraph, Placeholders
 from .compile_steps import CHECKPOINT, NUMERIC_CHECK, REWRITE, PassContext, find_level_after, list_passes
 from .proof_attempts import prove_and_rewrite
 
@@ -62,7 +62,7 @@ class BlockRewrite:
     one with a longer history."""
 
     match: Match
-    rewritten: RewriteResult
+    dialect_graph: DialectGraph
     history: History
     skipped: Mapping[str, SkippedCall] = dataclasses.field(default_factory=dict)  # see `capture.search.skipped_calls`
     attempts: tuple[AttemptRun, ...] = ()
@@ -104,17 +104,19 @@ def rewrite_block(
     # prove and rewrite into the dialect
     with silence_hooks(block), patch_skipped_calls(block, skipped) as forbidden_reads:
         names = Placeholders([placeholder_name(p) for p in paths], {id(o): placeholder_name(p) for p, o in objects})
-        match, rewrite = prove_and_rewrite(block, args, kwargs, names, log)
+        match, dialect_graph = prove_and_rewrite(block, args, kwargs, names, log)
     if forbidden_reads:
         raise forbidden_reads[0]
     ms = (time.perf_counter() - start) * 1e3
     object_paths = tuple(path for path, _ in objects)
-    graph = BlockGraph(name, rewrite.graph, Binding((*paths, *object_paths), object_paths), rewrite.out_spec)
+    graph = BlockGraph(
+        name, dialect_graph.graph, Binding((*paths, *object_paths), object_paths), dialect_graph.out_spec
+    )
     # run the passes before the numeric check; every snapshot runs
     passes = list_passes(PassContext(block, plan), first=REWRITE, until=NUMERIC_CHECK)
     level = find_level_after(REWRITE)
     history = PassManager(block).run(graph, passes, plan, made_by=rewrite_block, ms=ms, level=level)
-    return BlockRewrite(match, rewrite, history, skipped, tuple(log))
+    return BlockRewrite(match, dialect_graph, history, skipped, tuple(log))
 
 
 def rewrite_with_objects(

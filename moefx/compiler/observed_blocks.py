@@ -28,7 +28,7 @@ def drop_observed_blocks(model: nn.Module, blocks: list[MatchedBlock]) -> tuple[
 
 def _find_observer(block: nn.Module, result: BlockRewrite) -> tuple[str, str] | None:
     """Return the first hook on an absorbed module, or sharded parameter, of a block: reason and remedy."""
-    for part in find_absorbed_names(block, result.graph, result.rewritten.recomputed_modules):
+    for part in find_absorbed_names(block, result.graph, result.dialect_graph.recomputed_modules):
         if hook := find_hook_kind(block.get_submodule(part)):
             return (
                 f"{part} has a {hook}, which the rewritten block would not call",

@@ -55,7 +55,7 @@ def build_program(
     attributes_read = set(attributes_read)
     training = block.training if BLOCK_MODE in attributes_read else None
     key = Specialization(training, True if reads_grad else None, autocast, arguments)
-    absorbed_names = find_absorbed_names(block, result.graph, result.rewritten.recomputed_modules)
+    absorbed_names = find_absorbed_names(block, result.graph, result.dialect_graph.recomputed_modules)
     values = {
         w: read_value(block, w)
         for w in sorted(attributes_read - {BLOCK_MODE})

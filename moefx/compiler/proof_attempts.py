@@ -51,7 +51,7 @@ from ..matching.refusal_causes import explain_branch, explain_limit, explain_ref
 from ..matching.results.drop_rules import explain_drops
 from ..matching.results.match_result import Match
 from ..matching.results.size_samples import SizeSamples
-from ..passes.rewrite import Placeholders, RewriteResult, rewrite
+from ..passes.rewrite import DialectGraph, Placeholders, rewrite
 
 # Refusals that report where the lift stopped: the cause may be elsewhere in the program.
 _STOPPED_AT_ROWS = {Cause.UNEXPLAINED_INDEX, Cause.FOREIGN_ROW, Cause.SINGLE_ELEMENTS}
@@ -102,7 +102,7 @@ Attempts = Generator[Attempt, Failure, Failure]  # yields attempts, is sent thei
 
 def prove_and_rewrite(
     block: nn.Module, args: tuple, kwargs: dict[str, Any], names: Placeholders, log: list[AttemptRun]
-) -> tuple[Match, RewriteResult]:
+) -> tuple[Match, DialectGraph]:
     """Run attempts until one succeeds, and return its proof and its rewrite.
 
     Args:
@@ -212,7 +212,7 @@ def _name_restrictions(restrictions: tuple[SizeGuard, ...]) -> str:
 # ------------------------------------------------------------------ one attempt
 def run_attempt(
     block: nn.Module, attempt: Attempt, max_experts: int, names: Placeholders
-) -> tuple[Match, RewriteResult] | Failure:
+) -> tuple[Match, DialectGraph] | Failure:
     """Capture and match, explain dropped slots, and rewrite into the dialect.
 
     Args:

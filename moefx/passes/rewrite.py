@@ -38,7 +38,7 @@ aten = torch.ops.aten
 
 
 @dataclasses.dataclass
-class RewriteResult:
+class DialectGraph:
     """A graph in the dialect, and the parts of the block that it uses.
 
     Attributes:
@@ -69,7 +69,7 @@ class Placeholders:
     objects: dict[int, str]
 
 
-def rewrite(match: Match, samples: SizeSamples, names: Placeholders) -> tuple[Match, RewriteResult]:
+def rewrite(match: Match, samples: SizeSamples, names: Placeholders) -> tuple[Match, DialectGraph]:
     """Rewrite a block to the dialect. Also return the match for which the rewrite is valid.
 
     If the program takes another branch at some sizes, this may be the match for the other sizes only, with a guard.
@@ -94,7 +94,7 @@ class Rewriter:
         self.overwritten: dict[fx.Node, fx.Node] = {}
         self.states: list[Effect] = []  # plain values that attributes are set to
 
-    def rewrite(self) -> RewriteResult:
+    def rewrite(self) -> DialectGraph:
         """Build the graph.
 
         Raises:
@@ -113,7 +113,7 @@ class Rewriter:
         self._emit_output(values, outputs, own_effects)
         _drop_dead_nodes(self.residual.graph)
         absorbed = sorted({part.fqn for g in self.match.groups for table in g.tables for part in table})
-        return RewriteResult(self.residual.graph, out_spec, absorbed, self.residual.walk.recomputed_modules, attributes)
+        return DialectGraph(self.residual.graph, out_spec, absorbed, self.residual.walk.recomputed_modules, attributes)
 
     def _align_outputs(self) -> tuple[list[tuple[Any, ...]], pytree.TreeSpec]:
         """Return each leaf of the block's result, in all captures, and the structure of the result."""
@@ -349,4 +349,4 @@ def _drop_dead_nodes(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
-__all__ = ["Placeholders", "RewriteResult", "rewrite"]
+__all__ = ["DialectGraph", "Placeholders", "rewrite"]

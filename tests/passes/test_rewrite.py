@@ -22,7 +22,7 @@ def test_ops_and_absorbed_parameters():
     result = rewritten(Loop(Mlp))
     for op in (ops.build_pft, ops.expert_mlp):
         assert len(result.graph.find(op.default)) == 1
-    assert len(result.rewritten.absorbed) == 4 * E
+    assert len(result.dialect_graph.absorbed) == 4 * E
     assert list_kept_modules(result) == {"gate"}
 
 
