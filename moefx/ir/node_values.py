@@ -10,6 +10,10 @@ from torch.fx import Node
 BUILD_PFT, PLACE_CHOICES = "moefx::build_pft", "moefx::place_choices"
 WAIT_GATHERED = "moefx::wait_gathered"
 PULL_TOKENS = "moefx::pull_tokens"
+# overloads that do something else than the other overloads of their op
+_OTHER_NAMES = dict.fromkeys(
+    (torch.ops.aten.scatter.reduce, torch.ops.aten.scatter.value_reduce), "scatter_with_reduce"
+)
 
 
 class TensorSpec(NamedTuple):
@@ -56,9 +60,13 @@ def read_item(node: Node) -> tuple[Node, Any]:
 
 
 def get_op_name(node: Node) -> str:
-    """Return the name of an op: `topk` for `aten.topk.default`, `torch.topk` and `x.topk`."""
+    """Return the name of an op: `topk` for `aten.topk.default`, `torch.topk` and `x.topk`.
+
+    Overloads that do something else than the others have names of their own: `scatter(..., reduce="add")` overwrites
+    nothing, and is `scatter_with_reduce`.
+    """
     if isinstance(node.target, torch._ops.OpOverload):
-        return node.target.overloadpacket.__name__
+        return _OTHER_NAMES.get(node.target, node.target.overloadpacket.__name__)
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.fx import Graph
 
-from moefx.ir.node_values import get_argument, read_item, set_argument
+from moefx.ir.node_values import get_argument, get_op_name, read_item, set_argument
 from moefx.ir.ops import dialect
 
 _ = dialect
@@ -46,3 +46,11 @@ def test_an_argument_behind_the_last_one_is_appended(pft):
 
 def test_an_item_has_a_source_and_a_number(pft):
     assert read_item(pft.graph.call_function(operator.getitem, (pft, 3))) == (pft, 3)
+
+
+def test_overloads_that_do_something_else_have_names_of_their_own():
+    ids = torch.zeros(3, dtype=torch.long)
+    for overload, value in ((aten.scatter.value, 1), (aten.scatter.src, ids), (aten.scatter.value_reduce, 1)):
+        node = Graph().call_function(overload, (ids, 0, ids, value))
+        expected = "scatter_with_reduce" if overload is aten.scatter.value_reduce else "scatter"
+        assert get_op_name(node) == expected

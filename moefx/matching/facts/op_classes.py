@@ -31,7 +31,9 @@ NEW_TENSORS = {"_to_copy", "clone", "where", "zero", *(op.overloadpacket.__name_
 # Lookups: elements of a tensor by integers.
 LOOKUPS = {"embedding", "gather", "index", "index_select", "take"}  # `graph_nodes.find_lookups` has their axes
 SEARCHES = {"bucketize", "searchsorted"}
-INDEXED_WRITES = {"index_add", "index_copy", "index_fill", "index_put", "scatter", "scatter_add"}
+INDEXED_WRITES = {
+    "index_add", "index_copy", "index_fill", "index_put", "scatter", "scatter_add", "scatter_with_reduce",
+}  # fmt: skip
 PICKS = {"gather", "getitem", "index", "index_select", "sort", "topk"}  # results are elements of the tensor
 
 # Clamps: the result is an operand, except at the bounds.

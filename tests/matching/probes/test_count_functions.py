@@ -44,12 +44,17 @@ def _count_ranks(ids, dtype=torch.int64):
     return (hits.cumsum(0) - 1).gather(1, ids.reshape(-1, 1)).reshape(ids.shape)
 
 
+def _scatter_counts(ids):
+    return torch.zeros(E, dtype=torch.int64).scatter(0, ids.flatten(), 1, reduce="add")
+
+
 CHANGES = {
     "divided": lambda b, w, ids, n: w / (1 + (n // 150)[ids]),
     "clamped": lambda b, w, ids, n: w * (n.clamp(min=150)[ids] / 150.0),
     "clamped_in_place": lambda b, w, ids, n: w * (n.clamp_(min=150)[ids] / 150.0),
     "clamped_in_place_and_unused": lambda b, w, ids, n: (n.clamp_(min=150), w)[1],
     "looked_up": lambda b, w, ids, n: w * b.table[n][ids],
+    "scattered": lambda b, w, ids, n: w * (_scatter_counts(ids) <= 150)[ids],
     "rank_divided": lambda b, w, ids, n: w / (1 + _count_ranks(ids) // 100),
     "rank_limited": lambda b, w, ids, n: w * (_count_ranks(ids) < 100),
     "rank_in_half": lambda b, w, ids, n: w * (_count_ranks(ids, torch.bfloat16) < 100),

@@ -108,7 +108,7 @@ def scatter(terms: Terms, base: Term, dim: int, indices: torch.Tensor, source: T
     return terms.index_put(base, axes, grid.reshape(len(axes), -1), values, accumulate)
 
 
-@rule("scatter")
+@rule("scatter", "scatter_with_reduce")
 def _scatter(
     builder: TermBuilder,
     n: fx.Node,
