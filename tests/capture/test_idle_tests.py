@@ -271,6 +271,35 @@ class Caught(Buckets):
         return out
 
 
+class Raised(Buckets):
+    def of_buckets(self, x, w, ids, buckets):
+        out, idle = torch.zeros_like(x), 0
+        try:
+            for e, (t, k) in enumerate(buckets):
+                if t.numel() == 0:
+                    idle += 1
+                    continue
+                out.index_add_(0, t, self.expert(e, x[t], w[t, k, None]))
+            raise StopIteration
+        except StopIteration:
+            pass
+        return out * 0.5 if idle == 1 else out  # decides
+
+
+class RaisedByACall(Buckets):
+    def of_buckets(self, x, w, ids, buckets):
+        idle = 0
+        try:
+            for t, _ in buckets:
+                if t.numel() == 0:
+                    idle += 1
+            [].remove(idle)
+            idle = 0
+        except ValueError:
+            pass
+        return self.run(x, w, buckets, 0.5 if idle == 1 else 1.0)  # decides
+
+
 class InAClass(Buckets):
     def of_buckets(self, x, w, ids, buckets):
         kept = []
@@ -304,7 +333,7 @@ class Returned(Buckets):
 
 _DECISIONS = [
     Counted, Listed, Text, Flagged, ForElse, While, Table, Helper, Unique, Keys, Counts, Runs, Lambda, Masks,
-    Aliased, Written, Printed, Sent, Finally, Attribute, Caught, InAClass, InADefault,
+    Aliased, Written, Printed, Sent, Finally, Attribute, Caught, Raised, RaisedByACall, InAClass, InADefault,
 ]  # fmt: skip
 
 

@@ -54,6 +54,8 @@ class Flow(Expressions):
         for statement in statements:
             if env is None:
                 return None
+            if self.raising is not None:
+                self.raising.append(dict(env))
             method = getattr(self, f"_{type(statement).__name__.lower()}", None)
             env = method(statement, env) if method else env
         return env
@@ -189,7 +191,10 @@ class Flow(Expressions):
 
     def _try(self, statement: ast.Try, env: Env) -> Env | None:
         outer, self.exits, before = self.exits, [], self.tested
+        outer_raising, self.raising = self.raising, []
         end = self.run_statements(statement.body, dict(env))
+        raising = self.raising if end is None else [*self.raising, end]
+        self.raising = None if outer_raising is None else outer_raising + raising
         raised_by = max((by for kind, _, by in self.exits if kind == "raise"), default=DecidedBy.NOTHING)
         self.exits = outer + [e for e in self.exits if e[0] != "raise" or not statement.handlers]
         if end is not None:
@@ -197,7 +202,7 @@ class Flow(Expressions):
         ends = [end] if end is not None else []
         for handler in statement.handlers:
             self.tested = max(before, raised_by)
-            middle = self.join(env, end, raised_by) if end is not None else env
+            middle = functools.reduce(lambda a, b: self.join(a, b, raised_by), raising)
             if (handler_end := self.run_statements(handler.body, dict(middle))) is not None:
                 ends.append(handler_end)
         self.tested = DecidedBy.OUTCOMES if self.returned else before

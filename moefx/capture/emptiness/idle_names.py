@@ -44,6 +44,7 @@ class Names:
         self.returns: list[tuple[Value, DecidedBy]] = []
         self.tested = DecidedBy.NOTHING
         self.exits: list[tuple[str, Env, DecidedBy]] = []
+        self.raising: list[Env] | None = None  # the names before each statement of a `try`, which may raise
         self.returned = False
         self.outer: set[str] = set()
         self.function_name, self.owner_name = "", ""
