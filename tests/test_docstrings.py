@@ -70,6 +70,34 @@ def find_fragments(code: str) -> Iterator[tuple[int, str]]:
             yield first, text
 
 
+def find_unknown_arguments(code: str) -> Iterator[tuple[int, str]]:
+    """Yield names under `Args:` that are no parameters of the function, or of the class's `__init__` or its fields.
+
+    A function with `*args` documents the arguments of an op's schema.
+    """
+    for node in ast.walk(ast.parse(code)):
+        if not isinstance(node, _DOCUMENTED[1:]) or "Args:" not in (doc := ast.get_docstring(node) or ""):
+            continue
+        known = {*_list_parameters(node)}
+        section = re.split(r"\n\n(?=\w+:\n)", doc.partition("Args:\n")[2])[0]
+        for names in re.findall(r"^ {4}(\S[^:`]*?)(?: \(.*?\))?:", section, re.MULTILINE):
+            for name in re.split(r"[\s,]+", names):
+                if name.lstrip("*") not in known and not ("args" in known and not name.startswith("*")):
+                    yield node.lineno, name
+
+
+def _list_parameters(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.ClassDef):
+        for part in node.body:
+            if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
+                yield part.target.id
+            elif isinstance(part, ast.FunctionDef) and part.name in ("__init__", "__call__", "__new__"):
+                yield from _list_parameters(part)
+    elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        a = node.args
+        yield from (p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg) if p is not None)
+
+
 def _indent(line: str) -> int:
     return len(line) - len(line.lstrip())
 
@@ -103,6 +131,28 @@ def test_docstrings_of_tests_are_sentences():
         for line, text in find_fragments(path.read_text(encoding="utf-8"))
     ]
     assert not found, "start with a verb or a subject:\n" + "\n".join(found)
+
+
+def test_documented_arguments_are_parameters():
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {name} is documented under Args, and is no parameter"
+        for folder in FOLDERS
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for line, name in find_unknown_arguments(path.read_text(encoding="utf-8"))
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_unknown_arguments_are_seen():
+    doc = '"""Add.\n\n    Args:\n        a, b: x: y\n            kind: of them.\n        *rest: more.\n    """\n'
+    for code, unknown in (
+        (f"def f(a, *rest, b=1):\n    {doc}", []),
+        (f"def f(a, *others):\n    {doc}", ["b", "*rest"]),
+        (f"def f(*args):\n    {doc}", ["*rest"]),
+        (f"class C:\n    {doc}    a: int\n    b: int\n", ["*rest"]),
+        (f"class C:\n    {doc}    def __init__(self, a, b, *rest):\n        pass\n", []),
+    ):
+        assert [name for _, name in find_unknown_arguments(code)] == unknown
 
 
 def test_fragments_are_seen():

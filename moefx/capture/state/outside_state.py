@@ -51,7 +51,7 @@ class OutsideState:
     """A snapshot of all objects that the code of a block and its arguments reach.
 
     Args:
-        without: objects to leave out.
+        excluded_objects: objects to leave out.
 
     Attributes:
         generators: random generators among them, by path.

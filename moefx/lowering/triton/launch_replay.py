@@ -230,7 +230,7 @@ def replay_or_record(
         key: all values other than tensors that the host code depends on.
         inputs, constants: see `Tape`.
         host_code: launches the kernels and returns the results.
-        of_any_length: indices of inputs whose first size may vary between replays.
+        variable_length: indices of inputs whose first size may vary between replays.
     """
     forms = [_input_key(t, variable_length=i in variable_length) for i, t in enumerate(inputs)]
     key = (key, *forms, tuple(map(_constant_key, constants)))
@@ -253,7 +253,7 @@ def replay_or_record(
             tape.weight_paths.update(op_providers.thread_weight_paths() - before)
             if len(_tapes) >= _MAX_TAPES:
                 for old_key in list(_tapes)[: _MAX_TAPES // 2]:
-                    del _tapes[old_key]
+                    _tapes.pop(old_key, None)  # another thread may have removed it
             _tapes[key] = tape
         return results
 
