@@ -8,6 +8,8 @@ from typing import Any, Literal, get_args
 
 from .errors import InvalidPlan
 
+_MIN_CAPACITY_FACTOR = 2**-20  # capacities are computed with fractions of denominators up to 2**20
+
 Checkpoint = Literal["h", "x", "all", "auto"]
 Validation = Literal["symbolic", "numeric", "auto"]
 PlacementOrder = Literal["ep_first", "dp_first"]
@@ -161,6 +163,11 @@ class Plan:
         factor = self.capacity_factor
         if factor is not None and not (type(factor) in (int, float) and 0 < factor < 1e6):
             raise InvalidPlan(f"Plan(capacity_factor={factor!r}): expected a number > 0, or None")
+        if factor is not None and factor < _MIN_CAPACITY_FACTOR:
+            raise InvalidPlan(
+                f"Plan(capacity_factor={factor!r}): expected {_MIN_CAPACITY_FACTOR!r} or more. An expert keeps one "
+                f"slot at least: capacity_factor={_MIN_CAPACITY_FACTOR!r} keeps one, or one in a million"
+            )
         factor = self.stash_factor
         if factor not in (None, "auto") and not (type(factor) in (int, float) and 0 <= factor < 1e6):
             raise InvalidPlan(f"Plan(stash_factor={factor!r}): expected a number >= 0, 'auto' or None")

@@ -32,7 +32,7 @@ class Kept(Loop):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("drop", ["weight", "position_token", "position_slot"])
-@pytest.mark.parametrize("factor", [0.5, 1.25])
+@pytest.mark.parametrize("factor", [2**-20, 0.5, 1.25])
 def test_slots_over_the_capacity_are_dropped(drop, factor):
     torch.manual_seed(0)
     block = Kept(Gated).double()
@@ -125,3 +125,9 @@ def test_capacity_factor_that_cannot_apply_raises(block, text):
 def test_a_plan_with_a_wrong_field_is_refused(wrong):
     with pytest.raises(InvalidPlan, match=next(iter(wrong))):
         moefx.Plan(**wrong)
+
+
+def test_the_smallest_capacity_factor_is_named():
+    with pytest.raises(InvalidPlan, match=r"capacity_factor=9\.5367431640625e-07 keeps one"):
+        moefx.Plan(capacity_factor=4e-7)
+    assert moefx.Plan(capacity_factor=9.5367431640625e-07)
