@@ -30,7 +30,7 @@ import moefx.compiler.check_policy
 import moefx.compiler.equal_modules
 
 _ROOT = Path(__file__).parents[2]
-_TIMEOUT = datetime.timedelta(seconds=150)
+TIMEOUT = datetime.timedelta(seconds=150)
 ALL_CASES = "MOEFX_TEST_ALL"  # an environment variable: `sampled` keeps all items
 
 
@@ -171,14 +171,14 @@ def _create_store(folder: Path, rank: int, size: int) -> dist.Store:
     """
     port_file = folder / "port"
     if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, timeout=_TIMEOUT, wait_for_workers=False)
+        store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
         (folder / "port.new").write_text(str(store.port))
         (folder / "port.new").rename(port_file)
         return store
-    deadline = time.monotonic() + _TIMEOUT.total_seconds()
+    deadline = time.monotonic() + TIMEOUT.total_seconds()
     while not port_file.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
-    return dist.TCPStore("127.0.0.1", int(port_file.read_text()), size, is_master=False, timeout=_TIMEOUT)
+    return dist.TCPStore("127.0.0.1", int(port_file.read_text()), size, is_master=False, timeout=TIMEOUT)
 
 
 def _serve(requests: Connection, output: Path, environment: dict[str, str]) -> None:
@@ -197,7 +197,7 @@ def _serve(requests: Connection, output: Path, environment: dict[str, str]) -> N
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = _create_store(output.parent, rank, size)
     backend = os.environ.get("BACKEND", "gloo")
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     with contextlib.suppress(EOFError):
         while True:
             _run_cases(*requests.recv())

@@ -17,6 +17,7 @@ import moefx
 from moefx.errors import CaptureError, InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound
 
 from ..blocks import D
+from .launch import TIMEOUT
 from .parallelize_cases import check_raises, make_mesh
 from .pipeline_training_cases import DELAYED, EXAMPLE, LENGTH, PLAN, Decoder, Layer, build
 
@@ -98,7 +99,7 @@ def case_mistakes_after_the_first_step() -> None:
         inputs = () if ids is None else (ids,)
         check_raises(InvalidInput, text, pipe.step, *inputs, target=target)
         check_raises(InvalidInput, text, pipe.evaluate, *inputs, target=target)
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < TIMEOUT.total_seconds()  # no rank waited for one that raised
         torch.testing.assert_close(pipe.evaluate(IDS, target=IDS), loss)
     assert pipe.step(IDS, target=IDS) > 0
 

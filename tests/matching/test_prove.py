@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-
 import pytest
 import torch
 from torch import nn
 
 import moefx
-from moefx.capture.environment.worker_thread import run_in_worker
 from moefx.errors import Refused
 
 from ..blocks import D, E, K, Loop, Mlp, rewritten
@@ -181,36 +177,6 @@ class TestBranches:
                 return out * 2 if x.shape[0] > 200 else out
 
         assert [str(g) for g in rewritten(Sized()).match.guards] == ["S <= 200"]
-
-
-class TestDeep:
-    def test_deep_recursion_and_errors_in_a_worker(self):
-        def down(n: int) -> int:
-            return 0 if n == 0 else 1 + down(n - 1)
-
-        assert run_in_worker(lambda: down(20_000)) == 20_000
-        with pytest.raises(KeyError):
-            run_in_worker(lambda: {}["x"])
-
-    def test_the_recursion_limit_holds_until_the_last_thread_ends(self):
-        started, ended, limit = threading.Event(), threading.Event(), sys.getrecursionlimit()
-
-        def first():
-            started.set()
-            return ended.wait(20)
-
-        def second():
-            assert started.wait(20)
-            run_in_worker(lambda: None)
-            limits.append(sys.getrecursionlimit())
-            ended.set()
-
-        limits: list[int] = []
-        other = threading.Thread(target=second)
-        other.start()
-        assert run_in_worker(first)
-        other.join()
-        assert limits[0] > limit == sys.getrecursionlimit()
 
 
 def test_two_gates_over_the_same_experts():
