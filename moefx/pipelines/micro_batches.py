@@ -82,12 +82,22 @@ def split_tree(tree: Any, batch: int, number: int, subject: str) -> list[Any]:
     return [tree_unflatten([part[i] for part in parts], spec) for i in range(number)]
 
 
-def describe_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the shapes and dtypes of a micro-batch's inputs, and all other values that are plain."""
+def describe_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the shapes and dtypes of a micro-batch's inputs, and all other values that are plain, by their names."""
     leaves, spec = tree_flatten((args, kwargs))
     plain = (bool, int, float, str, type(None))
-    descriptions = tuple(
-        (tuple(v.shape), str(v.dtype)) if isinstance(v, Tensor) else v if isinstance(v, plain) else type(v).__name__
-        for v in leaves
-    )
-    return (str(spec), *descriptions)
+    descriptions = {
+        f"input {number}": f"{list(v.shape)} of {v.dtype}"
+        if isinstance(v, Tensor)
+        else v
+        if isinstance(v, plain)
+        else type(v).__name__
+        for number, v in enumerate(leaves)
+    }
+    return {"number of inputs": len(leaves), **descriptions, "structure of the inputs": str(spec)}
+
+
+def find_differences(descriptions: list[dict[str, Any]]) -> str:
+    """Return what differs between the ranks' descriptions, with the value of each rank; empty if nothing does."""
+    different = [name for name in descriptions[0] if len({repr(one.get(name)) for one in descriptions}) > 1]
+    return "; ".join(f"{name}: {', '.join(repr(one.get(name)) for one in descriptions)}" for name in different)

@@ -15,7 +15,7 @@ from ..runtime.ranks.data_parallel_wrappers import ACCELERATED_PIPELINE_REFUSAL,
 from ..runtime.ranks.staged_models import STAGED
 from ..runtime.ranks.state_dicts import RefuseOwnGroups, ShardOnLoad
 from ..util.turn_taking import WaitCounts, take_turns
-from .micro_batches import check_batch, describe_inputs, split_inputs, split_tree
+from .micro_batches import check_batch, describe_inputs, find_differences, split_inputs, split_tree
 from .pipeline_schedules import Stage, StageOrder, run_forwards
 from .stage_dry_run import replace_submodule
 from .stage_modules import Call
@@ -134,7 +134,8 @@ class Pipeline(nn.Module):
 
         Raises:
             InvalidInput: on one rank of the mesh the inputs or the target cannot be cut or are missing, or the inputs
-                differ between ranks of a pipeline. Raised on every rank of the mesh, before the step begins.
+                or modes differ between ranks of a pipeline. Raised on every rank of the mesh, before the step begins.
+                Another error of one rank is raised there, and as `InvalidInput` on the others.
         """
         calls, targets, error, seen = [], None, None, None
         try:
@@ -147,12 +148,16 @@ class Pipeline(nn.Module):
                         "step(..., target=) is missing on a rank of the last stage: pass it on every rank"
                     )
                 targets = split_tree(target, batch, self._order.microbatches, "the target")
-            seen = (*describe_inputs(*calls[0]), self.training, self.overlaps_exchanges)
+            seen = {
+                **describe_inputs(*calls[0]),
+                "pipe.training": self.training,
+                "pipe.overlaps_exchanges": self.overlaps_exchanges,
+            }
             if seen != self._scheduled_inputs:
                 boundary = self._find_boundary(calls[0])
                 for stage in self._own_stages:
                     stage.port.boundary = boundary.to(stage.sharding.find_hidden_dtype(boundary))
-        except MoefxError as found:
+        except Exception as found:  # whatever it is, the other ranks wait for this one
             error = found
         if self._group.is_true_on_any(error is not None or seen != self._scheduled_inputs):
             self._rebuild_schedule(error, seen)
@@ -173,12 +178,13 @@ class Pipeline(nn.Module):
                 module.reshard()
 
     def _rebuild_schedule(self, error: Exception | None, seen: Any) -> None:
-        """Build torch's schedule for inputs of new shapes, if all ranks of the pipeline have the same ones. Collective
+        """Build torch's schedule for new inputs or modes, if all ranks of the pipeline have the same ones. Collective
         over the mesh."""
         self._scheduled_inputs = None
-        inputs = self._group.raise_together(error, seen)
-        if any(other != seen for other in inputs):
-            error = InvalidInput(f"ranks of a pipeline pass inputs of different shapes: {inputs}. Pass the same inputs")
+        if differences := find_differences(self._group.raise_together(error, seen)):
+            error = InvalidInput(
+                f"ranks of a pipeline differ in {differences}. Pass the same inputs on all of them, in the same modes"
+            )
         self._group.raise_together(error)
         self._schedule = self._order.build(self._own_stages, self._group.group, self._device)
         self._scheduled_inputs = seen
@@ -186,7 +192,7 @@ class Pipeline(nn.Module):
     def _find_boundary(self, call: Call) -> Tensor:
         """Check the cut for the inputs of a micro-batch, once for each mode and kind of inputs. Returns the hidden
         states between stages, a meta tensor."""
-        seen = (*describe_inputs(*call), self.training)
+        seen = (*describe_inputs(*call).items(), self.training)
         if seen not in self._boundaries:
             if len(self._boundaries) == _MAX_BOUNDARIES:
                 self._boundaries.clear()

@@ -24,6 +24,13 @@ from .pipeline_training_cases import DELAYED, EXAMPLE, LENGTH, PLAN, Decoder, La
 IDS = torch.zeros(8, LENGTH, dtype=torch.long)
 
 
+class Broken(torch.Tensor):
+    """A tensor that cannot be cut, and raises an error of its own."""
+
+    def chunk(self, *args):
+        raise ZeroDivisionError("broken")
+
+
 def case_arguments_of_the_call() -> None:
     mesh, model = make_mesh(pp=2, ep=2), Decoder("gated", None)
     counts = {"pp": 2, "ep": 2, "zero": 1, "microbatches": 8}
@@ -75,7 +82,13 @@ def case_inputs_of_a_step() -> None:
     shift = torch.zeros(5, LENGTH)
     check_raises(InvalidInput, "an input has the shape [5, 3]", pipe.step, IDS, shift=shift, target=IDS)
     shard = IDS[:, : 1 + mesh["pp"].get_local_rank()]
-    check_raises(InvalidInput, "ranks of a pipeline pass inputs of different shapes", pipe.step, shard, target=shard)
+    check_raises(
+        InvalidInput,
+        "ranks of a pipeline differ in input 0: '[2, 1] of torch.int64', '[2, 2]",
+        pipe.step,
+        shard,
+        target=shard,
+    )
     assert pipe.step(IDS, target=IDS) > 0  # the calls above left the pipeline unchanged
     check_raises(InvalidInput, "the batch of 6 cannot be cut", pipe.step, IDS[:6], target=IDS[:6])
     assert pipe.step(IDS, target=IDS) > 0
@@ -92,7 +105,11 @@ def case_mistakes_after_the_first_step() -> None:
         ("the target has the shape [24], and the batch is 8", IDS, IDS.flatten() if stage else IDS),
         ("the batch of 6 cannot be cut into microbatches=4", IDS[: 8 - 2 * stage], IDS),
         ("the batch of 6 cannot be cut into microbatches=4", IDS[: 8 - 2 * number], IDS),
-        ("ranks of a pipeline pass inputs of different shapes", IDS[:, : 2 + stage], IDS),
+        (
+            "ranks of a pipeline differ in input 0: '[2, 2] of torch.int64', '[2, 3] of torch.int64'. Pass",
+            IDS[:, : 2 + stage],
+            IDS,
+        ),
         ("step() needs the model's inputs on every rank", None if number else IDS, IDS),
     ):
         start = time.monotonic()
@@ -101,6 +118,15 @@ def case_mistakes_after_the_first_step() -> None:
         check_raises(InvalidInput, text, pipe.evaluate, *inputs, target=target)
         assert time.monotonic() - start < TIMEOUT.total_seconds()  # no rank waited for one that raised
         torch.testing.assert_close(pipe.evaluate(IDS, target=IDS), loss)
+    pipe.train(stage == 0)
+    check_raises(
+        InvalidInput, "ranks of a pipeline differ in pipe.training: True, False", pipe.evaluate, IDS, target=IDS
+    )
+    pipe.train()
+    inputs, expected, text = IDS, InvalidInput, "rank 3 failed: ZeroDivisionError"
+    if stage and number:
+        inputs, expected, text = IDS.as_subclass(Broken), ZeroDivisionError, "broken"
+    check_raises(expected, text, pipe.step, inputs, target=IDS)
     assert pipe.step(IDS, target=IDS) > 0
 
 
