@@ -125,6 +125,9 @@ class IntegerRanges:
         if self._of_call and (node.op == "placeholder" or is_state(node)) and val.dtype is not torch.bool:
             info = torch.iinfo(val.dtype)
             return _uniform(max(info.min, -FAR), min(info.max, FAR), val)
+        if node.op == "get_attr" and node.meta.get("literal") and not node.meta["of_sizes"]:
+            exact = val.to(torch.int64)
+            return exact, exact
         if node.op != "call_function":
             return None
         if not node.all_input_nodes:

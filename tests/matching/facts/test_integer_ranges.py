@@ -78,6 +78,7 @@ def find_range(fn):
         (lambda s: torch.arange(E).flip(0)[s.argmax(-1)], (0, E - 1)),
         (lambda s: torch.arange(E).flip(0).index_select(0, s.argmax(-1)), (0, E - 1)),
         (lambda s: torch.arange(E).flip(0).take(s.argmax(-1)), (0, E - 1)),
+        (lambda s: s.topk(2).indices * torch.tensor([5, 1]), (0, 5 * (E - 1))),
         (lambda s: torch.zeros(E, dtype=torch.long).scatter(0, s.argmax(-1), 1), (0, 1)),
         (lambda s: torch.zeros(E, dtype=torch.long).scatter(0, s.argmax(-1), 1, reduce="add"), None),  # counts
         (lambda s: torch.ones(E, dtype=torch.long).scatter(0, s.argmax(-1), 2, reduce="multiply"), None),

@@ -570,6 +570,14 @@ class RareTriple(Loop):
         return super().mixed(x, self.change(w, self.number(ids)[:, None], self.rare), ids)
 
 
+class RareSum(RareTriple):
+    """Compute the number of a triple by a list of factors."""
+
+    def number(self, ids):
+        return (ids * torch.tensor([144, 12, 1])).sum(-1)
+
+
+@pytest.mark.parametrize("kind", [RareTriple, RareSum])
 @pytest.mark.parametrize(
     "change",
     [
@@ -580,9 +588,9 @@ class RareTriple(Loop):
     ],
     ids=["product", "where", "fill", "quotient"],
 )
-def test_combinations_of_choices_that_no_capture_has(change):
+def test_combinations_of_choices_that_no_capture_has(change, kind):
     torch.manual_seed(0)
-    model, x = RareTriple(change).double(), torch.randn(3000, D, dtype=torch.double)
+    model, x = kind(change).double(), torch.randn(3000, D, dtype=torch.double)
     numbers = model.number(model.route(x)[1])
     model.rare = int(numbers[numbers.bincount()[numbers].argmin()])
     compiled = moefx.compile(model, example_inputs=(x[:30],), plan=moefx.Plan(validation="symbolic"))
