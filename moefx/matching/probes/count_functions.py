@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from ..proof.proof_view import ProofView
 
 _LOOKUPS = LOOKUPS | SEARCHES
+_SCANS = {"cummax", "cummin", "cumprod"}
 _LOGIC = {"all", "any", "bitwise_and", "bitwise_not", "bitwise_or", "logical_and", "logical_not", "logical_or"}
 
 
@@ -100,7 +101,7 @@ def _find_constant_numbers(proof: ProofView) -> dict[tuple[Source, str], str]:
             # `overflow_limits` looks beyond a fixed limit, and not beyond one that grows with the tokens
             is_limit = site in limited and not (is_statistic and len(limited[site]) > 1)
             is_count_function = not is_limit and (is_statistic or _has_unbounded_operands(ranges, n, by))
-            is_test = _tests_positions(n, sizes) or _tests_choices_together(ranges, n)
+            is_test = _tests_positions(n, sizes) or _tests_choices_together(ranges, n) or _takes_from_scan(n)
             if not (_is_function_of_elements(n) or is_test or is_count_function):
                 continue
             if is_chosen_test(n) and _find_outcomes(form.capture, n, by) == {get_op_name(n) in ("gt", "ge", "ne")}:
@@ -257,6 +258,16 @@ def _tests_choices(ranges: IntegerRanges, n: fx.Node) -> bool:
     if get_op_name(n) in COMPARISONS:
         return bool(tested) and not any(_is_unbounded(ranges, a) for a in n.all_input_nodes)
     return get_op_name(n) in _LOGIC and bool(tested) and all(_tests_choices(ranges, a) for a in tested)
+
+
+def _takes_from_scan(n: fx.Node) -> bool:
+    """Return whether a node takes elements of a scan of a token's choices: `(ids == triple).long().cumprod(-1)[:, -1]`.
+
+    They may be constant although the scan is not.
+    """
+    source = n.all_input_nodes[0] if get_op_name(n) in ("select", "slice") else None
+    source = source.args[0] if source is not None and get_op_name(source) == "getitem" else source
+    return isinstance(source, fx.Node) and get_op_name(source) in _SCANS and depends_on_routing(source)
 
 
 def _is_computed_choice(n: fx.Node) -> bool:

@@ -577,7 +577,16 @@ class RareSum(RareTriple):
         return (ids * torch.tensor([144, 12, 1])).sum(-1)
 
 
-@pytest.mark.parametrize("kind", [RareTriple, RareSum])
+class RareScan(RareTriple):
+    """Compare slot by slot."""
+
+    def mixed(self, x, w, ids):
+        triple = torch.tensor([self.rare // 144, self.rare // 12 % 12, self.rare % 12])
+        is_rare = (ids == triple).long().cumprod(-1)[:, -1:]
+        return Loop.mixed(self, x, self.change(w, self.rare + 1 - is_rare, self.rare), ids)
+
+
+@pytest.mark.parametrize("kind", [RareTriple, RareSum, RareScan])
 @pytest.mark.parametrize(
     "change",
     [
