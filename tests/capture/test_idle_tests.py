@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import functools
 import heapq
 import io
@@ -300,6 +301,17 @@ class RaisedByACall(Buckets):
         return self.run(x, w, buckets, 0.5 if idle == 1 else 1.0)  # decides
 
 
+class Suppressed(Buckets):
+    def of_buckets(self, x, w, ids, buckets):
+        idle = 0
+        for t, _ in buckets:
+            if t.numel() == 0:
+                idle += 1
+        with contextlib.suppress(StopIteration):
+            raise StopIteration
+        return self.run(x, w, buckets, 0.5 if idle == 1 else 1.0)  # decides
+
+
 class InAClass(Buckets):
     def of_buckets(self, x, w, ids, buckets):
         kept = []
@@ -333,7 +345,8 @@ class Returned(Buckets):
 
 _DECISIONS = [
     Counted, Listed, Text, Flagged, ForElse, While, Table, Helper, Unique, Keys, Counts, Runs, Lambda, Masks,
-    Aliased, Written, Printed, Sent, Finally, Attribute, Caught, Raised, RaisedByACall, InAClass, InADefault,
+    Aliased, Written, Printed, Sent, Finally, Attribute, Caught, Raised, RaisedByACall, Suppressed,
+    InAClass, InADefault,
 ]  # fmt: skip
 
 

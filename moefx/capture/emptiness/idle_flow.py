@@ -225,18 +225,25 @@ class Flow(Expressions):
     _trystar = _try
 
     def _with(self, s: ast.With, env: Env) -> Env | None:
+        may_suppress = False
         for item in s.items:
             value = self.value(item.context_expr, env)
             call = item.context_expr
             function = self.object_of(call.func) if isinstance(call, ast.Call) else None
             is_known = belongs_to_torch(function) or function is contextlib.nullcontext or root_name(
                 getattr(call, "func", call)) == "torch"  # fmt: skip
+            may_suppress = may_suppress or not is_known
             has_tests = any(node in self.events for one in s.body for node in ast.walk(one))
             if value.kind or ((self.tested or has_tests) and not is_known):
                 self.report_escape(item.context_expr)
             if item.optional_vars is not None:
                 self.store(item.optional_vars, Value(), env, item.context_expr)
-        return self.run_statements(s.body, env)
+        first = len(self.exits)
+        end = self.run_statements(s.body, env)
+        raised = [names for kind, names, _ in self.exits[first:] if kind == "raise"]
+        if end is None and raised and may_suppress:
+            return functools.reduce(lambda a, b: self.join(a, b, self.tested), raised)
+        return end
 
     _asyncwith = _with
 
