@@ -334,7 +334,9 @@ class Terms:
         return self.make("sum", (tuple(d - len(t.shape) for d in dims), t), shape)
 
     def axis_op(self, name: str, dims: Iterable[int], keep: bool, static: tuple, t: Term) -> Term:
-        """Return an op that acts along `dims`; the other dims are a batch."""
+        """Return an op that acts along `dims`; the other dims are a batch. It acts on a scalar as on one element."""
+        if not t.shape:
+            return self.reshape(self.axis_op(name, (0,), keep, static, self.reshape(t, (1,))), ())
         dims = tuple(sorted(d % len(t.shape) - len(t.shape) for d in dims))
         shape = t.shape if keep else tuple(n for d, n in enumerate(t.shape) if d - len(t.shape) not in dims)
         return self.make("axis_op", (name, dims, keep, static, t), shape)

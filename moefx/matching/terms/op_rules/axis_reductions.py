@@ -13,7 +13,7 @@ from .rule_registry import TermBuilder, rule
 
 
 def _dims(t: Term, dim: Any) -> list[int]:
-    if dim is None or dim == []:
+    if dim is None or dim == [] or not t.shape:  # a dim of a scalar, 0 or -1, is no axis
         return list(range(len(t.shape)))
     return [d % len(t.shape) for d in (dim if isinstance(dim, (list, tuple)) else [dim])]
 

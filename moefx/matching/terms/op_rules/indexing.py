@@ -27,6 +27,8 @@ def _index(builder: TermBuilder, n: fx.Node, a: Term, _: Any) -> Term:
 
 @rule("index_select")
 def _index_select(builder: TermBuilder, n: fx.Node, a: Term, dim: int, _: Any) -> Term:
+    if not a.shape:
+        return builder.terms.reshape(a, n.meta["val"].shape)
     dim %= len(a.shape)
     indices = builder.numbers(n.args[2]).reshape(1, -1)
     return builder.terms.index(a, (dim,), indices, dim, routed=depends_on_routing(n.args[2]))
@@ -149,7 +151,11 @@ def _scatter_reduce(
 
 
 @rule("index_add", "index_copy", "index_fill")
-def _index_add(builder: TermBuilder, n: fx.Node, a: Term, dim: int, _: Any, source: Any, *, alpha: float = 1) -> Term:
+def _index_add(
+    builder: TermBuilder, n: fx.Node, a: Term, dim: int, _: Any, source: Any, *, alpha: float = 1
+) -> Term | None:
+    if not a.shape:
+        return None
     dim %= len(a.shape)
     source = as_term(builder, source)
     if alpha != 1:

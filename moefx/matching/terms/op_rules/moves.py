@@ -106,7 +106,7 @@ def _repeat_interleave(
 
 @rule("flip")
 def _flip(builder: TermBuilder, n: fx.Node, a: Term, dims: list[int]) -> Term:
-    for d in dims:
+    for d in dims if a.shape else ():
         a = _reorder(builder, a, d % len(a.shape), torch.arange(a.shape[d]).flip(0))
     return a
 
