@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import moefx
+from moefx.passes.rewriting.expert_emission import ExpertBodyEmitter
 
-from ..blocks import D, E, Loop, Mlp
+from ..blocks import D, E, Gated, H, K, Loop, Mlp
 
 T = 23
 
@@ -54,6 +55,7 @@ HIDDEN = {
     "lerp": lambda h: torch.lerp(h, 2 * h, make_number(0.5)),
     "cumprod": lambda h: h.cumprod(-1),
     "logcumsumexp": lambda h: h.logcumsumexp(-1),
+    "padding": lambda h: F.silu(F.pad(h[:, :-3], (1, 2), value=0.5)),
 }
 
 
@@ -62,6 +64,113 @@ HIDDEN = {
 def test_numbers_that_are_tensors(name):
     torch.manual_seed(0)
     check_block(Loop(type("Op", (Does,), {"op": staticmethod(HIDDEN[name])})))
+
+
+class Joined(Gated):
+    """Join the weights, and the biases, of two layers."""
+
+    def forward(self, x):
+        bias = None if self.gate.bias is None else torch.cat([self.gate.bias, self.up.bias])
+        gate, up = F.linear(x, torch.cat([self.gate.weight, self.up.weight]), bias).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
+class JoinedStacks(nn.Module):
+    """Join parts of stacked parameters, and a part of all experts or padding."""
+
+    def __init__(self, join, width):
+        super().__init__()
+        self.router, self.join = nn.Linear(D, E, bias=False), join
+        self.gate, self.up = (nn.Parameter(torch.randn(E, H, D) / 3) for _ in range(2))
+        self.shared, self.down = nn.Parameter(torch.randn(H, D) / 3), nn.Parameter(torch.randn(E, D, width) / 3)
+
+    def forward(self, x):
+        w, ids = self.router(x).softmax(-1).topk(K)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            t, k = torch.where(ids == e)
+            y = F.linear(F.silu(F.linear(x[t], self.join(self, e))), self.down[e])
+            out = out.index_add(0, t, y * w[t, k, None])
+        return out
+
+
+STACKS = {
+    "of_experts": (lambda b, e: torch.cat([b.gate[e], b.up[e]]), 2 * H),
+    "and_a_shared_one": (lambda b, e: torch.cat([b.shared, b.up[e]]), 2 * H),
+    "and_padding": (lambda b, e: F.pad(b.up[e], (0, 0, 0, 3), value=0.5), H + 3),
+}
+
+
+class JoinedRows(Loop):
+    """Join a vector of all experts to the rows, on either side."""
+
+    def __init__(self, first):
+        super().__init__(lambda: nn.Sequential(nn.LayerNorm(D + 4), nn.Linear(D + 4, H), nn.SiLU(), nn.Linear(H, D)))
+        self.first, self.shared = first, nn.Parameter(torch.randn(4))
+
+    def expert(self, e, x, w):
+        pieces = [x, self.shared.expand(len(x), -1)]
+        return super().expert(e, torch.cat(pieces[::-1] if self.first else pieces, -1), w)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_joined_weights_of_separate_experts(bias):
+    torch.manual_seed(0)
+    check_block(Loop(lambda: Joined(bias)))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", STACKS)
+def test_joined_weights_of_stacked_experts(name):
+    """Join them once for all experts, not once for each row."""
+    torch.manual_seed(0)
+    check_block(block := JoinedStacks(*STACKS[name]))
+    compiled = moefx.compile(
+        block, plan=moefx.Plan(validation="symbolic"), example_inputs=(torch.randn(T, D).double(),)
+    )
+    assert "expert_rows" not in moefx.history(compiled, "").snapshots[0].graph.code
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("first", [False, True])
+def test_a_shared_vector_joined_to_rows(first):
+    torch.manual_seed(0)
+    check_block(JoinedRows(first))
+
+
+class Scaled(Mlp):
+    """Scale the result by a number that is computed from a parameter."""
+
+    def __init__(self, shape, reduce):
+        super().__init__()
+        self.scale, self.reduce = nn.Parameter(torch.randn(shape) + 2), reduce
+
+    def forward(self, x):
+        return super().forward(x) * self.reduce(self.scale)
+
+
+REDUCTIONS = {
+    "prod_of_all_axes": ((2, 3), lambda s: s.prod()),
+    "mean_of_a_scalar": ((), lambda s: s.mean(-1)),
+    "softmax_of_a_scalar": ((), lambda s: s.softmax(0)),
+    "cumsum_of_a_scalar": ((), lambda s: s.cumsum(0)),
+    "largest_of_a_scalar": ((), lambda s: s.max(0)[0] + s.amax() + s.logsumexp(-1)),
+    "moved_scalar": ((), lambda s: s.flip(0) + s.index_select(0, torch.tensor([0]))),
+}
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_numbers_of_parameters(name):
+    torch.manual_seed(0)
+    check_block(Loop(lambda: Scaled(*REDUCTIONS[name])))
+
+
+def test_a_result_of_another_shape_is_refused(monkeypatch):
+    """Refuse a mistake in the emission instead of broadcasting a wrong shape."""
+    monkeypatch.setattr(ExpertBodyEmitter, "_emit_axis_op", lambda self, term, inner: inner.node)
+    block = Loop(type("Op", (Does,), {"op": staticmethod(lambda h: h * h.prod(-1, keepdim=True))}))
+    with pytest.raises(moefx.errors.NoMoEBlockFound, match=r"prod with a result of shape \[\].*blocks.py:\d+"):
+        moefx.compile(block, plan=moefx.Plan(validation="symbolic"), example_inputs=(torch.randn(T, D),))
 
 
 def round_down(y):

@@ -17,6 +17,7 @@ from ...matching.results.match_result import Match, ProvenGroup
 from ...matching.terms.term import Operand
 from .expert_weights import ExpertWeights
 from .op_emission import OpEmitter
+from .pointwise_emission import emit_pointwise
 
 aten = torch.ops.aten
 ops = torch.ops.moefx
@@ -29,7 +30,7 @@ class BodyValue:
     Attributes:
         node: an fx.Node, or a list of E nodes for separate tensors.
         kind: `row` ([B, ...]), `expert` ([E, ...] or E tensors) or `fixed`.
-        rank: number of axes of one row.
+        num_axes: number of axes of one row, of one expert's tensor, or of the fixed tensor.
     """
 
     node: Any
@@ -80,8 +81,26 @@ class ExpertBodyEmitter:
                 and term.op != "expert"
                 and not self._reads_stacks_only(term)
             )
-            self.emitted_values[term] = self._emit_per_expert(term) if by_expert else self._emit_body(term)
+            value = self._emit_per_expert(term) if by_expert else self._emit_body(term)
+            self._check_shape(term, value)
+            self.emitted_values[term] = value
         return self.emitted_values[term]
+
+    def _check_shape(self, term: Body, value: BodyValue) -> None:
+        """Require the shape of the term, behind the axis of rows or experts.
+
+        A mistake in the emission of an op must not become a wrong program: most ops would broadcast the wrong shape.
+        Numbers and separate tensors are skipped: their users give them a shape, which is checked there.
+
+        Raises:
+            Refused: the shape differs.
+        """
+        if not isinstance(value.node, fx.Node):
+            return
+        shape = tuple(value.node.meta["val"].shape)
+        if (shape if value.kind == "fixed" else shape[1:]) != term.shape:
+            op = term.args[0] if term.op in ("pointwise", "axis_op") else term.op
+            raise self._refuse_op(f"{op} with a result of shape {list(term.shape)} (emitted as {list(shape)})")
 
     def _reads_stacks_only(self, term: Body) -> bool:
         """Return whether a value of parameters can be computed for all experts at once, from stacked parameters."""
@@ -120,6 +139,8 @@ class ExpertBodyEmitter:
                 return self._emit_pointwise(term)
             case "einsum":
                 return self._emit_contraction(term)
+            case "cat":
+                return self._emit_joined(term)
             case "call":
                 return BodyValue(self._emit_recorded_op(term), "fixed", len(term.shape))
         inner = next(self.emit_value(a) for a in term.args if isinstance(a, Body))
@@ -153,9 +174,6 @@ class ExpertBodyEmitter:
                 node = self.call(aten.sum.dim_IntList, (inner.node, list(term.args[0])))
             case "axis_op":
                 node = self._emit_axis_op(term, inner)
-            case "cat":
-                pieces = [self._as_rows(self.emit_value(a), len(term.shape)) for a in term.args[1:]]
-                return BodyValue(self.call(aten.cat.default, (pieces, term.args[0] + 1)), "row", len(term.shape))
             case _:
                 raise self._refuse_op(term.op)
         return BodyValue(node, inner.kind, len(term.shape))
@@ -173,6 +191,27 @@ class ExpertBodyEmitter:
 
         node = self.call(target, tuple(map(substitute, args)), {k: substitute(v) for k, v in kwargs})
         return node if part is None else self.call(operator.getitem, (node, part))
+
+    def _emit_joined(self, term: Body) -> BodyValue:
+        """Join pieces. The weights of stacked experts are joined once for all experts, not for each of their rows."""
+        axis, *parts = term.args
+        values = [self.emit_value(a) for a in parts]
+        kind = _join_kinds(values)
+        lead = [] if kind == "fixed" else [len(self.group.ids)] if kind == "expert" else [self._emit_row_count()]
+        nodes = [
+            v.node if _is_number(v) or v.kind == "fixed" else self._stack(v).node if kind == "expert" else
+            self._as_rows(v, len(term.shape))
+            for v in values
+        ]  # fmt: skip
+        template = next(n for n in nodes if isinstance(n, fx.Node))
+        pieces = []
+        for part, value, node in zip(parts, values, nodes, strict=True):
+            if _is_number(value):  # padding
+                node = self.call(aten.new_full.default, (template, [*lead, *part.shape], node))
+            elif value.kind == "fixed" and lead:
+                node = self.call(aten.expand.default, (node, [*lead, *part.shape]))
+            pieces.append(node)
+        return BodyValue(self.call(aten.cat.default, (pieces, axis + len(lead))), kind, len(term.shape))
 
     def _emit_axis_op(self, term: Body, inner: BodyValue) -> fx.Node:
         name, dims, _, static, _ = term.args
@@ -192,15 +231,18 @@ class ExpertBodyEmitter:
             case "amax" | "amin" | "logsumexp":
                 return self.call(getattr(aten, name).default, (x, list(dims)))
             case "max" | "min":
-                return self.call(
-                    operator.getitem, (self.call(getattr(aten, name).dim, (x, dims[0])), 0), letters=("B",)
-                )
+                node = self.call(operator.getitem, (self.call(getattr(aten, name).dim, (x, dims[0])), 0))
+                if inner.kind == "row":
+                    node.meta["letters"] = ("B", *map(str, node.meta["val"].shape[1:]))
+                return node
             case "linalg_vector_norm":
                 return self.call(aten.linalg_vector_norm.default, (x, static[0], list(dims)))
             case "var":
                 return self.call(aten.var.correction, (x, list(dims)), {"correction": static[0]})
             case "prod":
-                return self.call(aten.prod.dim_int, (x, dims[0]))
+                for dim in dims:  # from the front, so that the others still count from the end
+                    x = self.call(aten.prod.dim_int, (x, dim))
+                return x
             case "cumsum" | "cumprod" | "logcumsumexp":
                 return self.call(getattr(aten, name).default, (x, dims[0]))
         raise self._refuse_op(name)
@@ -217,9 +259,12 @@ class ExpertBodyEmitter:
         ref = self.group.values[i][0]
         if math.prod(term.shape) == 1:
             if i == self.pft_value:
-                return BodyValue(self.emitter.reshape(self.combine_weights, (-1,)), "row", 0)
-            row_weights = self._pick_slots(self.weights[i], ("B",))
-            return BodyValue(row_weights, "row", 0)
+                row_weights = self.emitter.reshape(self.combine_weights, (-1,))
+            else:
+                row_weights = self._pick_slots(self.weights[i], ("B",))
+            for _ in term.shape:  # axes of size one
+                row_weights = self.call(aten.unsqueeze.default, (row_weights, 1))
+            return BodyValue(row_weights, "row", len(term.shape))
         (node, axes), shape = self.emitter.expand_to_tokens(ref, self.match), term.shape
         if set(axes) <= {"t"}:
             flat = self.emitter.reshape(node, (-1, math.prod(shape)))
@@ -257,25 +302,13 @@ class ExpertBodyEmitter:
 
     def _as_rows(self, v: BodyValue, num_axes: int) -> fx.Node:
         """Emit a value with one leading row axis and `num_axes` more."""
-        if isinstance(v.node, (int, float)):
-            raise Refused(
-                "the experts join a number and their rows, as in `torch.cat([h, torch.zeros_like(h)], -1)`",
-                source=self.source,
-                remedy="pad the sum of all experts instead, behind their loop",
-            )
         if v.kind == "expert":
             nodes = v.node if isinstance(v.node, list) else [v.node]
             if v.num_axes != 1:
                 flat = self._stack(v).node
                 shape = flat.meta["val"].shape[1:]
                 nodes = [self.call(aten.reshape.default, (flat, [-1, math.prod(shape)]))]  # of any number of experts
-            total = self.call(
-                aten.sym_size.int,
-                (self.token_ids, 0),
-                {},
-                meta={"val": self.token_ids.meta["val"].shape[0], "letters": "B"},
-            )
-            node = self.call(ops.expert_rows.default, (nodes, self.offsets, total))
+            node = self.call(ops.expert_rows.default, (nodes, self.offsets, self._emit_row_count()))
             node.meta["letters"] = ("B", *map(str, node.meta["val"].shape[1:]))
             if v.num_axes != 1:
                 node = self.call(aten.reshape.default, (node, [-1, *shape]))
@@ -285,19 +318,17 @@ class ExpertBodyEmitter:
             node = self.call(aten.unsqueeze.default, (node, 1))
         return node
 
+    def _emit_row_count(self) -> fx.Node:
+        meta = {"val": self.token_ids.meta["val"].shape[0], "letters": "B"}
+        return self.call(aten.sym_size.int, (self.token_ids, 0), {}, meta=meta)
+
     def _emit_pointwise(self, term: Body) -> BodyValue:
         name, kwargs, *items = term.args
         values = [self.emit_value(a) if isinstance(a, Body) else a for a in items]
         bodies = [v for v in values if isinstance(v, BodyValue)]
-        kind = (
-            "row"
-            if any(v.kind == "row" for v in bodies)
-            else "expert"
-            if any(v.kind == "expert" for v in bodies)
-            else "fixed"
-        )
+        kind = _join_kinds(bodies)
         if name in ("cast", "detach") and kind == "expert" and isinstance(bodies[0].node, list):
-            nodes = [self._apply(name, [n], dict(kwargs)) for n in bodies[0].node]
+            nodes = [emit_pointwise(self.call, name, [n], dict(kwargs)) for n in bodies[0].node]
             return BodyValue(nodes, "expert", bodies[0].num_axes)
         num_axes = max(v.num_axes for v in bodies)
         args: list[Any] = []
@@ -313,42 +344,12 @@ class ExpertBodyEmitter:
                 for _ in range(num_axes - v.num_axes):
                     node = self.call(aten.unsqueeze.default, (node, 1))
                 args.append(node)
-        return BodyValue(self._apply(name, args, dict(kwargs)), kind, num_axes)
-
-    def _apply(self, name: str, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
-        match name:
-            case "cast":
-                return self.call(aten._to_copy.default, (args[0],), {"dtype": getattr(torch, kwargs["dtype"])})
-            case "detach":
-                return self.call(aten.detach.default, (args[0],))
-            case "where":
-                tensors = [isinstance(a, fx.Node) for a in args]
-                overload = {
-                    (True, True): "self", (True, False): "ScalarOther",
-                    (False, True): "ScalarSelf", (False, False): "Scalar",
-                }[tensors[1], tensors[2]]  # fmt: skip
-                return self.call(getattr(aten.where, overload), tuple(args))
-            case "add" | "sub" | "mul" | "div":
-                if not isinstance(args[0], fx.Node):  # a number on the left
-                    if name in ("add", "mul"):
-                        args = [args[1], args[0]]
-                    elif name == "sub":
-                        return self.call(aten.rsub.Scalar, (args[1], args[0]))
-                    else:
-                        reciprocal = self.call(aten.reciprocal.default, (args[1],))
-                        return self.call(aten.mul.Tensor, (reciprocal, args[0]))
-                return self.call(getattr(aten, name).Tensor, tuple(args))
-        packet, _, overload = name.partition(".")
-        if overload == "Tensor" and not isinstance(args[-1], fx.Node) and hasattr(getattr(aten, packet), "Scalar"):
-            overload = "Scalar"
-        op = getattr(getattr(aten, packet), overload)
-        args = [_scalar(op, i, a) for i, a in enumerate(args)]
-        template = next(a for a in args if isinstance(a, fx.Node))
-        args = [
-            self.call(aten.full_like.default, (template, a)) if _needs_tensor(op, i, a) else a
-            for i, a in enumerate(args)
-        ]
-        return self.call(op, tuple(args), kwargs)
+        node, offset = emit_pointwise(self.call, name, args, dict(kwargs)), int(kind != "fixed")
+        if tuple(node.meta["val"].shape[offset:]) != term.shape:  # a number stands for a larger tensor
+            for _ in range(len(term.shape) - num_axes):
+                node = self.call(aten.unsqueeze.default, (node, offset))
+            node = self.call(aten.expand.default, (node, [*[-1] * offset, *term.shape]))
+        return BodyValue(node, kind, len(term.shape))
 
     def _emit_contraction(self, term: Body) -> BodyValue:
         inputs, output, *operands = term.args
@@ -387,13 +388,11 @@ class ExpertBodyEmitter:
         return BodyValue(self.call(aten.einsum.default, (equation, [v.node for v in stacked])), kind, len(output))
 
 
-def _scalar(op: Any, position: int, value: Any) -> Any:
-    """Convert a number to int if the op's argument is an int."""
-    if isinstance(value, float) and value.is_integer() and "int" in str(op._schema.arguments[position].type):
-        return int(value)
-    return value
+def _join_kinds(values: list[BodyValue]) -> str:
+    """Return the kind of a value that is computed from values of these kinds."""
+    kinds = {v.kind for v in values}
+    return "row" if "row" in kinds else "expert" if "expert" in kinds else "fixed"
 
 
-def _needs_tensor(op: Any, position: int, value: Any) -> bool:
-    """Return whether an argument is a number although the op takes only a tensor at this position."""
-    return isinstance(value, (int, float)) and "Tensor" in str(op._schema.arguments[position].type)
+def _is_number(value: BodyValue) -> bool:
+    return isinstance(value.node, (int, float))
