@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping
 from typing import Any
@@ -25,6 +26,20 @@ def evaluate(t: Term, values: Mapping[Any, torch.Tensor]) -> torch.Tensor:
         return memo[t]
 
     return value(t)
+
+
+def get_dtype(t: Term) -> torch.dtype | None:
+    """Return the dtype that a term of floats has when its ops run on their operands; None for numbers."""
+    if t.op in ("const", "array"):
+        return None
+    if t.op == "node":
+        return t.args[0].meta["val"].dtype
+    if t.op == "param":
+        return torch.float32
+    if t.op == "pointwise" and t.args[0] == "cast":
+        return getattr(torch, dict(t.args[1])["dtype"])
+    dtypes = [dtype for dtype in map(get_dtype, t.terms) if dtype is not None]
+    return functools.reduce(torch.promote_types, dtypes)
 
 
 def _evaluate_op(t: Term, value: Any, values: Mapping[Any, torch.Tensor]) -> torch.Tensor:

@@ -165,6 +165,46 @@ def test_numbers_of_parameters(name):
     check_block(Loop(lambda: Scaled(*REDUCTIONS[name])))
 
 
+IN_FLOAT32 = {  # bfloat16 has eight bits, so it would lose the hidden units
+    "cumsum": lambda h: F.pad(h, (1, 0), value=4096.0).cumsum(-1, dtype=torch.float32)[:, 1:] - 4096,
+    "softmax": lambda h: 1000 * ((h / 1000).softmax(-1, dtype=torch.float32) - 1 / H),
+    "prod": lambda h: 1000 * ((1 + h[:, :2].float() / 1000).prod(-1, keepdim=True, dtype=torch.float32) - 1) + h,
+}
+
+
+@pytest.mark.parametrize("name", IN_FLOAT32)
+def test_bfloat16_experts_that_compute_in_float32(name):
+    torch.manual_seed(0)
+    op = IN_FLOAT32[name]
+    model = Loop(type("Op", (Does,), {"op": staticmethod(lambda h: op(h).to(h.dtype))})).bfloat16()
+    x = torch.randn(T, D, dtype=torch.bfloat16)
+    compiled = moefx.compile(copy.deepcopy(model), plan=moefx.Plan(validation="symbolic"), example_inputs=(x,))
+    assert len(moefx.blocks(compiled)) == 1
+    torch.testing.assert_close(compiled(x), model(x), rtol=0.05, atol=0.05)
+
+
+class Conv1D(nn.Module):
+    """Compute a linear layer by `addmm`, as GPT-2 does, and subtract it in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(D, D)), nn.Parameter(torch.randn(D))
+
+    def forward(self, x):
+        y = torch.addmm(self.bias, x, self.weight)
+        return 100 * (y.float() - (x.double() @ self.weight.double() + self.bias).float())
+
+
+def test_addmm_under_autocast():
+    """Round the result as the original does: the experts return the rounding errors."""
+    torch.manual_seed(0)
+    model, x = Loop(Conv1D), torch.randn(T, D)
+    with torch.autocast("cpu", torch.bfloat16):
+        compiled = moefx.compile(copy.deepcopy(model), plan=moefx.Plan(validation="symbolic"), example_inputs=(x,))
+        assert len(moefx.blocks(compiled)) == 1
+        torch.testing.assert_close(compiled(x), model(x), rtol=0.05, atol=0.05)
+
+
 def test_a_result_of_another_shape_is_refused(monkeypatch):
     """Refuse a mistake in the emission instead of broadcasting a wrong shape."""
     monkeypatch.setattr(ExpertBodyEmitter, "_emit_axis_op", lambda self, term, inner: inner.node)

@@ -13,7 +13,7 @@ from moefx.matching.terms.node_semantics import Semantics
 from moefx.matching.terms.term import is_const
 
 from ...blocks import Loop, Mlp
-from ..numeric import check
+from ..numeric import check, get_dtype
 
 T, D, E, K = 5, 4, 3, 2
 I = torch.tensor  # noqa: E741
@@ -190,6 +190,50 @@ def _scale_without_grad(x):
 @pytest.mark.parametrize("name", STATELESS)
 def test_terms_of_stateless_ops_evaluate_to_their_results(name):
     check_terms(Fn(STATELESS[name]), X)
+
+
+TYPED = {
+    "sum": lambda s, x: x.sum(-1, dtype=torch.float32),
+    "mean": lambda s, x: x.mean(-1, dtype=torch.float32),
+    "cumsum": lambda s, x: x.cumsum(-1, dtype=torch.float32),
+    "cumprod": lambda s, x: x.cumprod(-1, dtype=torch.float32),
+    "softmax": lambda s, x: x.softmax(-1, dtype=torch.float32),
+    "log_softmax": lambda s, x: F.log_softmax(x, -1, dtype=torch.float32),
+    "prod": lambda s, x: x.prod(-1, dtype=torch.float32),
+    "norm": lambda s, x: torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32),
+    "cat": lambda s, x: torch.cat([x, torch.ones_like(x, dtype=torch.float32)], -1),
+    "cast": lambda s, x: x.to(torch.float32).var(-1),
+}
+AUTOCAST = {
+    "linear": lambda s, x: F.linear(x, s.w, s.b),
+    "matmul": lambda s, x: x @ s.w.t(),
+    "addmm": lambda s, x: torch.addmm(s.b, x, s.w.t()),
+    "baddbmm": lambda s, x: torch.baddbmm(s.b, x.view(1, T, D), s.w.t()[None]),
+    "einsum": lambda s, x: torch.einsum("td,fd->tf", x, s.w),
+    "prod": lambda s, x: F.linear(x, s.w).prod(-1),
+    "softmax": lambda s, x: F.linear(x, s.w).softmax(-1),
+    "cumsum": lambda s, x: F.linear(x, s.w).cumsum(-1),
+    "layer_norm": lambda s, x: F.layer_norm(F.linear(x, s.w), (3,)),
+}
+
+
+class TestDtypes:
+    """Terms have the dtype that torch gives the result: the types in the graph come from `cast` terms alone."""
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("name", TYPED)
+    def test_dtype_arguments(self, name, dtype):
+        captured, S = build_terms(Fn(TYPED[name]), X.to(dtype))
+        assert get_dtype(S.term(captured.out)) == TYPED[name](None, X.to(dtype)).dtype
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("name", AUTOCAST)
+    def test_autocast(self, name, dtype):
+        block = Fn(AUTOCAST[name], w=torch.randn(3, D), b=torch.randn(3))
+        with torch.autocast("cpu", torch.bfloat16):
+            captured, S = build_terms(block, X.to(dtype))
+            expected = block(X.to(dtype)).dtype
+        assert get_dtype(S.term(captured.out)) == expected
 
 
 class TestParameters:

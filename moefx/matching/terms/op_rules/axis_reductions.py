@@ -9,7 +9,7 @@ from torch import fx
 
 from ....ir.node_values import get_op_name
 from ..term import Term
-from .rule_registry import TermBuilder, rule
+from .rule_registry import TermBuilder, cast_to_result, rule
 
 
 def _dims(t: Term, dim: Any) -> list[int]:
@@ -22,25 +22,19 @@ def _reshape_to_result(builder: TermBuilder, n: fx.Node, out: Term) -> Term:
     return builder.terms.reshape(out, n.meta["val"].shape)
 
 
-def _as_result(builder: TermBuilder, n: fx.Node, a: Term) -> Term:
-    """Cast the operand to the dtype of the result, as the op (by its `dtype`) or autocast does first."""
-    old, new = n.args[0].meta["val"].dtype, n.meta["val"].dtype
-    cast = old != new and old.is_floating_point
-    return builder.terms.pointwise("cast", a, dtype=str(new).removeprefix("torch.")) if cast else a
-
-
 @rule("sum")
 def _sum(
     builder: TermBuilder, n: fx.Node, a: Term, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Term:
-    return _reshape_to_result(builder, n, builder.terms.sum(_as_result(builder, n, a), _dims(a, dim)))
+    (a,) = cast_to_result(builder, n, a)
+    return _reshape_to_result(builder, n, builder.terms.sum(a, _dims(a, dim)))
 
 
 @rule("mean")
 def _mean(
     builder: TermBuilder, n: fx.Node, a: Term, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Term:
-    a = _as_result(builder, n, a)
+    (a,) = cast_to_result(builder, n, a)
     dims = _dims(a, dim)
     return _reshape_to_result(
         builder,
@@ -52,21 +46,21 @@ def _mean(
 
 
 @rule("_softmax", "_log_softmax", "softmax", "log_softmax")
-def _softmax(builder: TermBuilder, n: fx.Node, a: Term, dim: int, *_: Any) -> Term:
+def _softmax(builder: TermBuilder, n: fx.Node, a: Term, dim: int, *_: Any, **kw: Any) -> Term:
+    (a,) = cast_to_result(builder, n, a)
     return builder.terms.axis_op("log_softmax" if "log" in get_op_name(n) else "softmax", [dim], True, (), a)
 
 
 @rule("cumsum", "cumprod", "logcumsumexp")
 def _scan(builder: TermBuilder, n: fx.Node, a: Term, dim: int, **kw: Any) -> Term:
+    (a,) = cast_to_result(builder, n, a)
     return builder.terms.axis_op(get_op_name(n), [dim], True, (), a)
 
 
 @rule("amax", "amin", "logsumexp", "prod", "argmax")
-def _reduce(
-    builder: TermBuilder, n: fx.Node, a: Term, dim: Any = None, keepdim: bool = False, **kw: Any
-) -> Term | None:
-    if kw.get("dtype") is not None:
-        return None
+def _reduce(builder: TermBuilder, n: fx.Node, a: Term, dim: Any = None, keepdim: bool = False, **kw: Any) -> Term:
+    if get_op_name(n) != "argmax":
+        (a,) = cast_to_result(builder, n, a)
     return _reshape_to_result(builder, n, builder.terms.axis_op(get_op_name(n), _dims(a, dim), False, (), a))
 
 
@@ -80,14 +74,10 @@ def _vector_norm(
     keepdim: bool = False,
     *,
     dtype: Any = None,
-) -> Term | None:
-    return (
-        None
-        if dtype is not None
-        else _reshape_to_result(
-            builder, n, builder.terms.axis_op("linalg_vector_norm", _dims(a, dim), False, (ord,), a)
-        )
-    )
+) -> Term:
+    (a,) = cast_to_result(builder, n, a)
+    out = builder.terms.axis_op("linalg_vector_norm", _dims(a, dim), False, (ord,), a)
+    return _reshape_to_result(builder, n, out)
 
 
 @rule("var")
@@ -101,6 +91,7 @@ def _var(
     *,
     correction: Any = None,
 ) -> Term | None:
+    (a,) = cast_to_result(builder, n, a)
     if isinstance(unbiased, bool):
         correction = 1 if unbiased else 0
     return _reshape_to_result(
@@ -112,7 +103,8 @@ def _var(
 def _rms_norm(
     builder: TermBuilder, n: fx.Node, x: Term, shape: Any, weight: Term | None = None, eps: Any = None
 ) -> Term:
-    out = builder.terms.axis_op("rms_norm", range(-len(shape), 0), True, (eps,), _as_result(builder, n, x))
+    (x,) = cast_to_result(builder, n, x)
+    out = builder.terms.axis_op("rms_norm", range(-len(shape), 0), True, (eps,), x)
     return out if weight is None else builder.terms.pointwise("mul", out, weight)
 
 

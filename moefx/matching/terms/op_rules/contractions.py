@@ -6,11 +6,10 @@ import math
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import fx
 
 from ..term import Term
-from .rule_registry import TermBuilder, rule
+from .rule_registry import TermBuilder, cast_to_result, rule
 
 _LETTERS = "abcdefhijklmnopqrstuvw"
 
@@ -26,30 +25,15 @@ def _linear(
     bias: Term | None = None,
 ) -> Term:
     b = bias if b is None else b
-    x, w, b = _autocast(builder, n, x, w, b)
+    x, w, b = cast_to_result(builder, n, x, w, b)
     lead = _LETTERS[: len(x.shape) - 1]
     out = builder.terms.einsum([lead + "y", "zy"], lead + "z", [x, w])
     return out if b is None else builder.terms.pointwise("add", out, b)
 
 
-def _autocast(builder: TermBuilder, n: fx.Node, *operands: Term | None) -> list[Term | None]:
-    """Cast operands to the dtype of the result, as a contraction does under autocast."""
-    dtype = n.meta["val"].dtype
-    out: list[Term | None] = []
-    flat = [a for a in pytree.tree_leaves((n.args, n.kwargs)) if isinstance(a, fx.Node)]
-    for t, a in zip(operands, [*flat, *[None] * len(operands)], strict=False):
-        old = a.meta["val"].dtype if a is not None else dtype
-        out.append(
-            builder.terms.pointwise("cast", t, dtype=str(dtype).removeprefix("torch."))
-            if t is not None and old != dtype and old.is_floating_point
-            else t
-        )
-    return out
-
-
 @rule("mm", "bmm", "mv", "dot", "matmul")
 def _matmul(builder: TermBuilder, n: fx.Node, x: Term, w: Term, **kw: Any) -> Term | None:
-    x, w = _autocast(builder, n, x, w)
+    x, w = cast_to_result(builder, n, x, w)
     a, b = len(x.shape), len(w.shape)
     lead = max(a, b, 2) - 2
     batch = _LETTERS[:lead]
@@ -67,6 +51,7 @@ def _matmul(builder: TermBuilder, n: fx.Node, x: Term, w: Term, **kw: Any) -> Te
 def _addmm(
     builder: TermBuilder, n: fx.Node, bias: Term, x: Term, w: Term, *, beta: float = 1, alpha: float = 1
 ) -> Term:
+    bias, x, w = cast_to_result(builder, n, bias, x, w)
     out = (
         builder.terms.einsum(["axy", "ayz"], "axz", [x, w])
         if len(x.shape) == 3
@@ -103,7 +88,7 @@ def _convolution(
         or len(x.shape) != space + 2
     ):
         return None
-    x, w, b = _autocast(builder, n, x, w, b)
+    x, w, b = cast_to_result(builder, n, x, w, b)
     at = _LETTERS[:space]
     out, inner = w.shape[0] // groups, w.shape[1]
     x = builder.terms.reshape(x, (x.shape[0], groups, inner, *x.shape[2:]))
@@ -121,7 +106,7 @@ def _einsum(builder: TermBuilder, n: fx.Node, equation: Any, *operands: Any) -> 
     if not isinstance(equation, str):
         return None
     parts = list(operands[0]) if isinstance(operands[0], list) else list(operands)
-    parts = _autocast(builder, n, *parts)
+    parts = cast_to_result(builder, n, *parts)
     left, arrow, out = equation.replace(" ", "").partition("->")
     inputs = left.split(",")
     if "..." in equation:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ..term import Term
-from .rule_registry import TermBuilder, rule
+from .rule_registry import TermBuilder, cast_to_result, rule
 
 
 @rule("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as")
@@ -58,7 +58,7 @@ def _select(builder: TermBuilder, n: fx.Node, a: Term, dim: int, i: int) -> Term
 
 @rule("cat")
 def _cat(builder: TermBuilder, n: fx.Node, terms: list[Term], dim: int = 0) -> Term:
-    return builder.terms.cat(terms, dim)
+    return builder.terms.cat(cast_to_result(builder, n, *terms), dim)
 
 
 @rule("stack")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+import torch.utils._pytree as pytree
+from torch import fx
 
 from ..normal_form import Terms
 from ..term import Term
@@ -41,6 +44,23 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
         return fn
 
     return register
+
+
+def cast_to_result(builder: TermBuilder, node: fx.Node, *operands: Term | None) -> list[Term | None]:
+    """Cast operands to the dtype of the result, as an op does first because of its `dtype` or of autocast.
+
+    Args:
+        operands: the terms of the node's tensor arguments, in their order; None for an optional one.
+    """
+    new = node.meta["val"].dtype
+    arguments = [a for a in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(a, fx.Node)]
+    dtypes = itertools.chain((a.meta["val"].dtype for a in arguments), itertools.repeat(new))
+    return [
+        builder.terms.pointwise("cast", term, dtype=str(new).removeprefix("torch."))
+        if term is not None and old != new and (old.is_floating_point or new.is_floating_point)
+        else term
+        for term, old in zip(operands, dtypes, strict=False)
+    ]
 
 
 def as_term(builder: TermBuilder, a: Any) -> Term:
