@@ -31,7 +31,7 @@ _MIN_COMPLETE = 3  # captures in which all groups of experts ran
 def prove(proof: ProofState) -> Match:
     """Prove the canonical form of a block.
 
-    `check_first_captures` and `check_groups` refuse blocks, too, but are no probes: `build_match`, `explain_drops` and
+    `check_first_captures` and `merge_groups` refuse blocks, too, but are no probes: `build_match`, `explain_drops` and
     the rewrite repeat their checks for all captures. They only save the time of the steps in between.
 
     Raises:
@@ -46,7 +46,7 @@ def prove(proof: ProofState) -> Match:
     run_probes(proof, INTERVENTIONS)
     run_probes(proof, CONFIRMATIONS)
     read_values_from_same_nodes(proof)
-    check_groups(proof)
+    merge_groups(proof)  # refuse before `complete_evidence` makes more captures
     full = complete_evidence(proof)
     return build_match(proof, [proof.evidence.forms[i] for i in full])
 
@@ -90,7 +90,7 @@ def check_first_captures(proof: ProofState) -> None:
     Raises:
         Refused: parameters, side effects, or slots that are dropped without a rule.
     """
-    check_groups(proof)
+    merge_groups(proof)
     for form in proof.evidence.forms:
         refuse_effects(form.capture)
     complete = _find_complete_captures(proof)
@@ -219,15 +219,6 @@ def _do_sizes_vary(proof: ProofState, captures: list[int]) -> bool:
     return count(dims, captures) >= min(3, count(dims, all_captures)) and all(
         count((dim,), captures) >= min(2, count((dim,), all_captures)) for dim in dims
     )
-
-
-def check_groups(proof: ProofState) -> None:
-    """Check that the groups of experts of all captures can be merged, before the next steps make more captures.
-
-    Raises:
-        Refused: as `merge_groups`.
-    """
-    merge_groups(proof)
 
 
 def merge_groups(proof: ProofState) -> list[ProvenGroup]:

@@ -37,7 +37,7 @@ from ..facts.graph_nodes import SELECTION_DIMS, collect_numbers, is_random, posi
 from ..facts.integer_ranges import find_token_sizes
 from .canonical_form import Axis, CanonicalForm
 from .expert_index import enumerate_slot_views
-from .score_masks import Derivation, find_masks, scatter_positions
+from .score_masks import Derivation, find_score_masks, scatter_positions
 
 MOVES = {
     "_unsafe_view", "cat", "constant_pad_nd", "expand", "flatten", "flip", "permute", "repeat", "reshape", "roll",
@@ -224,7 +224,7 @@ class _Derivations:
         """Add new variables to the row of earlier ones, if the scores at these are masked before the selection."""
         axis, shape = axis % scores.meta["val"].dim(), scores.meta["val"].shape
         is_one = derivation.variable.dim() < len(shape) or derivation.variable.shape[axis] == 1
-        masks = find_masks(scores, is_one, self._derive_only)
+        masks = find_score_masks(scores, is_one, self._derive_only)
         if sum(int(mask.values.sum(axis + 1).max()) for mask in masks) >= shape[axis]:
             return  # every score may be masked
         rows, earlier = None, []

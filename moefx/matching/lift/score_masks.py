@@ -46,7 +46,7 @@ class Derivation(NamedTuple):
         return self.values[min(position, len(self.values) - 1)]
 
 
-def find_masks(scores: fx.Node, is_one: bool, derive: Callable[[Any], Derivation | None]) -> list[Derivation]:
+def find_score_masks(scores: fx.Node, is_one: bool, derive: Callable[[Any], Derivation | None]) -> list[Derivation]:
     """Find the masked scores, as functions of earlier variables. Empty if other scores may be as low.
 
     Args:

@@ -34,9 +34,10 @@ def vary_state_between_calls(proof: ProofView) -> None:
     Raises:
         Refused: the next call depends on these attributes.
     """
-    first = proof.evidence.reference.capture
+    reference = proof.evidence.reference
+    capture = reference.capture
     buffers = dict(proof.block.named_buffers())
-    attributes = {str(e.target): e.node for e in first.effects if e.kind == "attribute"}
+    attributes = {str(e.target): e.node for e in capture.effects if e.kind == "attribute"}
     written = {path: node for path, node in attributes.items() if not _has_shape_of(buffers.get(path), node)}
     if not written:
         return
@@ -51,11 +52,11 @@ def vary_state_between_calls(proof: ProofView) -> None:
                 stack.callback(values.pop, key)
             values[key] = pytree.tree_map_only(fx.Node, _change_value, node)
         try:
-            again = proof.capture_and_lift(first.routing.restart(), proof.evidence.sizes[0])
+            again = proof.capture_and_lift(capture.routing.restart(), reference.sizes)
             again = proof.evidence.require_same_form(again)
         except Refused as refusal:
             raise _refuse_carried(written) from refusal
-    names = [[str(n.target) for n in c.nodes if n.op == "call_function"] for c in (first, again.capture)]
+    names = [[str(n.target) for n in c.nodes if n.op == "call_function"] for c in (capture, again.capture)]
     if names[0] != names[1] and any(n.op == "get_attr" and n.meta["fqn"] in written for n in again.capture.nodes):
         raise _refuse_carried(written)
 

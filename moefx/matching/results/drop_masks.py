@@ -30,7 +30,7 @@ from .match_result import Match
 TieBreak = Literal["exact", "unstable", "all_or_none"]  # how an expert treats equal weights, see `drop_rules`
 
 
-def find_masks(match: Match, find_tie_break: Callable[[], TieBreak | None]) -> list[NodeRef] | None:
+def find_keep_masks(match: Match, find_tie_break: Callable[[], TieBreak | None]) -> list[NodeRef] | None:
     """Find the program's mask of the slots that count.
 
     Args:
@@ -237,4 +237,4 @@ def _are_same_op(a: torch.fx.Node, b: torch.fx.Node) -> bool:
     return is_line and (get_op_name(a) not in COMPARISONS or collect_numbers([a]) == collect_numbers([b]))
 
 
-__all__ = ["TieBreak", "find_masks"]
+__all__ = ["TieBreak", "find_keep_masks"]

@@ -22,7 +22,7 @@ from ...errors import MoefxError, Refused
 from ..facts.graph_nodes import collect_numbers, find_comparison
 from ..lift.canonical_form import CanonicalForm, walk_body
 from .capacity_formulas import Formula, find_formula
-from .drop_masks import TieBreak, find_masks
+from .drop_masks import TieBreak, find_keep_masks
 from .match_result import DropRule, Match
 from .size_samples import Capturer, SizeSamples
 
@@ -58,7 +58,7 @@ def explain_drops(match: Match, samples: SizeSamples) -> Match:
     if rule is not None and (rule.order != "weight" or find_tie_break() == "exact"):
         return dataclasses.replace(match, drop_rule=rule)
     try:
-        return dataclasses.replace(match, keep_masks=find_masks(match, find_tie_break))
+        return dataclasses.replace(match, keep_masks=find_keep_masks(match, find_tie_break))
     except Refused:
         if rule is None or find_tie_break() is not None:
             raise
@@ -81,7 +81,7 @@ def refuse_unexplained(match: Match) -> None:
         ):
             return
     _check_limits(match)
-    find_masks(match, lambda: None)
+    find_keep_masks(match, lambda: None)
 
 
 def _check_limits(match: Match) -> None:
