@@ -535,10 +535,6 @@ PAIRS = {
         lambda: Block(return_if_chosen),
         lambda: Block(return_always),
     ),
-    r"join a number and their rows.*pad the sum of all experts": (
-        lambda: Block(map_rows(lambda expert, rows: F.pad(expert(rows), (0, 1)))),
-        lambda: Block(map_rows(lambda expert, rows: expert(rows), lambda out: F.pad(out, (0, 1)))),
-    ),
     r"a product of 3 tensors.*multiply two at a time": (
         lambda: Block(map_rows(multiply_three)),
         lambda: Block(map_rows(multiply_two_at_a_time)),
