@@ -74,31 +74,41 @@ class ExpertBodyEmitter:
         return node
 
     def emit_value(self, term: Body) -> BodyValue:
+        """Emit a term with its shape."""
+        value = self._emit_operand(term)
+        if not isinstance(value.node, fx.Node) or term.op != "pointwise":
+            return value
+        node, offset = value.node, int(value.kind != "fixed")
+        if tuple(node.meta["val"].shape[offset:]) == term.shape:
+            return value
+        for _ in range(len(term.shape) - value.num_axes):
+            node = self.call(aten.unsqueeze.default, (node, offset))
+        node = self.call(aten.expand.default, (node, [*[-1] * offset, *term.shape]))
+        return BodyValue(node, value.kind, len(term.shape))
+
+    def _emit_operand(self, term: Body) -> BodyValue:
+        """Emit a term for a pointwise op: with a shape that broadcasts, if numbers stand for its larger operands."""
         if term not in self.emitted_values:
-            by_expert = (
-                self.expert_number is None
-                and is_weight(term)
-                and term.op != "expert"
-                and not self._reads_stacks_only(term)
-            )
+            is_computed = self.expert_number is None and is_weight(term) and term.op != "expert"
+            by_expert = is_computed and not self._reads_stacks_only(term)
             value = self._emit_per_expert(term) if by_expert else self._emit_body(term)
             self._check_shape(term, value)
             self.emitted_values[term] = value
         return self.emitted_values[term]
 
     def _check_shape(self, term: Body, value: BodyValue) -> None:
-        """Require the shape of the term, behind the axis of rows or experts.
+        """Require the number of axes of the term, behind the axis of rows or experts.
 
         A mistake in the emission of an op must not become a wrong program: most ops would broadcast the wrong shape.
         Numbers and separate tensors are skipped: their users give them a shape, which is checked there.
 
         Raises:
-            Refused: the shape differs.
+            Refused: the number of axes differs.
         """
         if not isinstance(value.node, fx.Node):
             return
-        shape = tuple(value.node.meta["val"].shape)
-        if (shape if value.kind == "fixed" else shape[1:]) != term.shape:
+        shape, num_axes = value.node.meta["val"].shape, value.num_axes if term.op == "pointwise" else len(term.shape)
+        if len(shape) != num_axes + (value.kind != "fixed"):
             op = term.args[0] if term.op in ("pointwise", "axis_op") else term.op
             raise self._refuse_op(f"{op} with a result of shape {list(term.shape)} (emitted as {list(shape)})")
 
@@ -199,14 +209,14 @@ class ExpertBodyEmitter:
         kind = _join_kinds(values)
         lead = [] if kind == "fixed" else [len(self.group.ids)] if kind == "expert" else [self._emit_row_count()]
         nodes = [
-            v.node if _is_number(v) or v.kind == "fixed" else self._stack(v).node if kind == "expert" else
+            v.node if v.kind == "fixed" else self._stack(v).node if kind == "expert" else
             self._as_rows(v, len(term.shape))
             for v in values
         ]  # fmt: skip
         template = next(n for n in nodes if isinstance(n, fx.Node))
         pieces = []
         for part, value, node in zip(parts, values, nodes, strict=True):
-            if _is_number(value):  # padding
+            if not isinstance(node, fx.Node):  # a number, as of padding
                 node = self.call(aten.new_full.default, (template, [*lead, *part.shape], node))
             elif value.kind == "fixed" and lead:
                 node = self.call(aten.expand.default, (node, [*lead, *part.shape]))
@@ -324,7 +334,7 @@ class ExpertBodyEmitter:
 
     def _emit_pointwise(self, term: Body) -> BodyValue:
         name, kwargs, *items = term.args
-        values = [self.emit_value(a) if isinstance(a, Body) else a for a in items]
+        values = [self._emit_operand(a) if isinstance(a, Body) else a for a in items]
         bodies = [v for v in values if isinstance(v, BodyValue)]
         kind = _join_kinds(bodies)
         if name in ("cast", "detach") and kind == "expert" and isinstance(bodies[0].node, list):
@@ -344,12 +354,7 @@ class ExpertBodyEmitter:
                 for _ in range(num_axes - v.num_axes):
                     node = self.call(aten.unsqueeze.default, (node, 1))
                 args.append(node)
-        node, offset = emit_pointwise(self.call, name, args, dict(kwargs)), int(kind != "fixed")
-        if tuple(node.meta["val"].shape[offset:]) != term.shape:  # a number stands for a larger tensor
-            for _ in range(len(term.shape) - num_axes):
-                node = self.call(aten.unsqueeze.default, (node, offset))
-            node = self.call(aten.expand.default, (node, [*[-1] * offset, *term.shape]))
-        return BodyValue(node, kind, len(term.shape))
+        return BodyValue(emit_pointwise(self.call, name, args, dict(kwargs)), kind, num_axes)
 
     def _emit_contraction(self, term: Body) -> BodyValue:
         inputs, output, *operands = term.args
@@ -392,7 +397,3 @@ def _join_kinds(values: list[BodyValue]) -> str:
     """Return the kind of a value that is computed from values of these kinds."""
     kinds = {v.kind for v in values}
     return "row" if "row" in kinds else "expert" if "expert" in kinds else "fixed"
-
-
-def _is_number(value: BodyValue) -> bool:
-    return isinstance(value.node, (int, float))
