@@ -262,6 +262,15 @@ def test_weights_that_are_only_compared(factor):
     check_block(Compared(factor))
 
 
+def test_a_row_of_equal_numbers_is_fused():
+    """Broadcast a number that stands for a row, so that the experts remain one op."""
+    block = Compared(lambda w: torch.where(w > 0.3, torch.ones(D, dtype=w.dtype), 0.5)).double()
+    compiled = moefx.compile(
+        block, plan=moefx.Plan(validation="symbolic"), example_inputs=(torch.randn(T, D).double(),)
+    )
+    assert "expert_mlp" in moefx.history(compiled, "").graph.code
+
+
 class Embedded(nn.Module):
     """Store the experts' matrices as rows of embeddings."""
 
