@@ -96,7 +96,7 @@ class _CommonBehaviour:
         lines, numbers = zip(*[self.compare_under(kind, tokens) for kind in self.crowds], strict=True)
         return Difference(any(lines), any(numbers))
 
-    def find_first(self, aspect: Literal["lines", "numbers"], low: int, high: int) -> int:
+    def find_first(self, aspect: Literal["has_other_lines", "has_other_numbers"], low: int, high: int) -> int:
         """Return the least number of tokens at which the lines or the numbers differ.
 
         If the routing decides, return a bound below which no expert gets enough tokens for the difference.
@@ -178,10 +178,10 @@ def vary_leaked_sizes(proof: ProofView) -> None:
             proof.add_guard(guard_below(max(below, proven) + 1))
             return
         if other_lines:
-            proof.add_guard(guard_below(behaviour.find_first("lines", below, tokens)))
+            proof.add_guard(guard_below(behaviour.find_first("has_other_lines", below, tokens)))
             return
         if other_numbers and not numbers_changed:
-            first = behaviour.find_first("numbers", below, tokens)
+            first = behaviour.find_first("has_other_numbers", below, tokens)
             if not _confirm_at(proof, first, guard_below(first), behaviour.has_changed_numbers):
                 proof.add_guard(guard_below(first))
                 return
