@@ -102,43 +102,45 @@ def _indent(line: str) -> int:
     return len(line) - len(line.lstrip())
 
 
+def list_sources(*folders: str) -> Iterator[tuple[Path, str]]:
+    """Yield the path, from the root, and the text of each module in folders."""
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield path.relative_to(ROOT), path.read_text(encoding="utf-8")
+
+
 def test_paragraphs_are_filled():
     found = [
-        f"{path.relative_to(ROOT)}:{first + number}: {lines[number].strip()}"
-        for folder in FOLDERS
-        for path in sorted((ROOT / folder).rglob("*.py"))
-        for first, lines in find_docstrings(path.read_text(encoding="utf-8"))
+        f"{path}:{first + number}: {lines[number].strip()}"
+        for path, text in list_sources(*FOLDERS)
+        for first, lines in find_docstrings(text)
         for number in {*find_orphans(lines), *find_double_blanks(lines)}
     ]
     assert not found, "\n".join(found)
 
 
 def test_prose_has_no_stray_names():
-    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
-    modules = {path.stem for path in paths}
+    modules = {path.stem for path, _ in list_sources(*FOLDERS)}
     found = [
-        f"{path.relative_to(ROOT)}:{line}: {name}: put it in backticks, or write a word"
-        for path in paths
-        for line, name in find_stray_names(path.read_text(encoding="utf-8"), modules)
+        f"{path}:{line}: {name}: put it in backticks, or write a word"
+        for path, text in list_sources(*FOLDERS)
+        for line, name in find_stray_names(text, modules)
     ]
     assert not found, "\n".join(found)
 
 
 def test_docstrings_of_tests_are_sentences():
     found = [
-        f"{path.relative_to(ROOT)}:{line}: {text}"
-        for path in sorted((ROOT / "tests").rglob("*.py"))
-        for line, text in find_fragments(path.read_text(encoding="utf-8"))
+        f"{path}:{line}: {fragment}" for path, text in list_sources("tests") for line, fragment in find_fragments(text)
     ]
     assert not found, "start with a verb or a subject:\n" + "\n".join(found)
 
 
 def test_documented_arguments_are_parameters():
     found = [
-        f"{path.relative_to(ROOT)}:{line}: {name} is documented under Args, and is no parameter"
-        for folder in FOLDERS
-        for path in sorted((ROOT / folder).rglob("*.py"))
-        for line, name in find_unknown_arguments(path.read_text(encoding="utf-8"))
+        f"{path}:{line}: {name} is documented under Args, and is no parameter"
+        for path, text in list_sources(*FOLDERS)
+        for line, name in find_unknown_arguments(text)
     ]
     assert not found, "\n".join(found)
 

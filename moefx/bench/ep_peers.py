@@ -26,7 +26,7 @@ class AllToAllLayer(nn.Module):
 
     Args:
         router, bias: see `choose_experts`.
-        up, down: the matrices of all experts, of which the layer keeps those of this rank.
+        up, down: the matrices of all experts. The layer keeps the part of this rank.
     """
 
     bias: Tensor | None

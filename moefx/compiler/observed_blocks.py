@@ -49,6 +49,7 @@ def _is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def is_fully_sharded(model: nn.Module) -> bool:
+    """Return whether FSDP has sharded a part of the model."""
     if not torch.distributed.is_available():
         return False
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel

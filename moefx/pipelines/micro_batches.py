@@ -85,16 +85,14 @@ def split_tree(tree: Any, batch: int, number: int, subject: str) -> list[Any]:
 def describe_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the shapes and dtypes of a micro-batch's inputs, and all other values that are plain, by their names."""
     leaves, spec = tree_flatten((args, kwargs))
-    plain = (bool, int, float, str, type(None))
-    descriptions = {
-        f"input {number}": f"{list(v.shape)} of {v.dtype}"
-        if isinstance(v, Tensor)
-        else v
-        if isinstance(v, plain)
-        else type(v).__name__
-        for number, v in enumerate(leaves)
-    }
+    descriptions = {f"input {number}": _describe_input(value) for number, value in enumerate(leaves)}
     return {"number of inputs": len(leaves), **descriptions, "structure of the inputs": str(spec)}
+
+
+def _describe_input(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return f"{list(value.shape)} of {value.dtype}"
+    return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
 
 
 def find_differences(descriptions: list[dict[str, Any]]) -> str:

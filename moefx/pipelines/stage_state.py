@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..distribution.mesh_agreement import raise_on_all_ranks
 from ..runtime.ranks.sharding import PIPELINE_AXIS
+from ..util.host_group import make_host_group, takes_cpu_tensors
 from ..util.rank_values import gather_values
 
 
@@ -54,13 +55,11 @@ class StageGroup:
         """The device and the groups by which all ranks agree on a flag: the CPU, so that no host waits for its GPU,
         unless this torch has no gloo."""
         groups = [self.mesh.get_group(dim) for dim in range(self.mesh.ndim) if self.mesh.size(dim) > 1]
-        if all(torch.device("cpu") in group._device_types for group in groups):
+        if all(map(takes_cpu_tensors, groups)):
             return "cpu", groups
         if not dist.is_gloo_available():
             return self.mesh.device_type, groups
-        ranks = sorted(self.mesh.mesh.flatten().tolist())
-        group: Any = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, group_desc="pipeline/hosts")
-        return "cpu", [group]
+        return "cpu", [make_host_group(sorted(self.mesh.mesh.flatten().tolist()), "pipeline/hosts")]
 
     def gather_state(self, state: dict[str, Any], *, cpu: bool, rank: int | None) -> dict[str, Any]:
         """Merge the full state dicts of the stages. One broadcast per tensor.

@@ -212,7 +212,7 @@ def test_a_second_step_at_the_same_time_raises():
 def test_an_interrupt_at_any_line_leaves_no_turns():
     """Interrupt the first function's thread at each line that it runs in `turn_taking`. The next step runs.
 
-    Except the line that ends `take_turns`: Python interrupts at calls and loops, of which it has none.
+    Leave out the line that ends `take_turns`: Python interrupts at calls and loops, and this line has neither.
     """
     last_line = inspect.getsource(turn_taking).rstrip().count("\n") + 1
 

@@ -7,7 +7,7 @@ import functools
 import itertools
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -148,31 +148,29 @@ class ExpertBody:
 
     def act_in(self, dtype: torch.dtype, weight_dtype: torch.dtype | None) -> Expr:
         """Return `act`, with a cast if promotion (by float32 routing weights) would leave the GEMMs' dtype."""
-        key = "act", dtype, weight_dtype
-        if key not in self._inferred:
-            is_kept = self._infer(self.act, dtype, weight_dtype) == dtype
-            self._inferred[key] = self.act if is_kept else to_dtype(self.act, dtype)
-        return self._inferred[key]
+        return self.act if self._infer("act", dtype, weight_dtype) == dtype else to_dtype(self.act, dtype)
 
     def out_dtype(self, dtype: torch.dtype, weight_dtype: torch.dtype | None) -> torch.dtype:
         """Return the dtype of the result rows for GEMMs in `dtype`."""
-        key = "out", dtype, weight_dtype
-        if key not in self._inferred:
-            self._inferred[key] = self._infer(self.out, dtype, weight_dtype)
-        return self._inferred[key]
+        return self._infer("out", dtype, weight_dtype)
 
     @functools.cached_property
-    def _inferred(self) -> dict[Any, Any]:
-        """Results of `act_in` and `out_dtype`, which each call of the op needs."""
+    def _inferred(self) -> dict[Any, torch.dtype]:
+        """Results of `_infer`, which each call of the op needs."""
         return {}
 
-    def _infer(self, expr: Expr, dtype: torch.dtype, weight_dtype: torch.dtype | None) -> torch.dtype:
+    def _infer(self, part: Literal["act", "out"], dtype: torch.dtype, weight_dtype: torch.dtype | None) -> torch.dtype:
+        """Infer the dtype of a pointwise part for GEMMs in `dtype`."""
+        if (known := self._inferred.get((part, dtype, weight_dtype))) is not None:
+            return known
+        expr = self.act if part == "act" else self.out
         dtypes = {v: dtype for v in list_variables(expr)}
         dtypes |= {f"a{i}": self.up[group].sum_dtype(dtype) for i, (group, *_) in enumerate(self.parts)}
         dtypes["y"] = self.down.sum_dtype(dtype)
         if weight_dtype is not None:
             dtypes["w"] = weight_dtype
-        return infer_dtype(expr, dtypes)
+        inferred = self._inferred[part, dtype, weight_dtype] = infer_dtype(expr, dtypes)
+        return inferred
 
     @functools.cached_property
     def uses_row_weight(self) -> bool:

@@ -18,6 +18,7 @@ from ...errors import InvalidPlan
 from ...ir.expert_placement import ExchangeRoutes, SharedTokens, TopologyLevel
 from ...ir.ops.peer_memory import find_access_obstacle
 from ...ir.ops.uneven_all_to_all import format_ranks, get_group
+from ...util.host_group import make_host_group, takes_cpu_tensors
 from .link_costs import Link, Links, measure_handling, measure_link
 
 _LOWEST_LEVELS = ("inter", "intra")  # names of the two lowest levels; levels above are numbered
@@ -184,21 +185,14 @@ class ExpertAxis:
         Raises:
             InvalidPlan: this torch has no gloo.
         """
-        if "cpu" in {device.type for device in get_group(self.exchange_group)._device_types}:
+        if takes_cpu_tensors(get_group(self.exchange_group)):
             return self.exchange_group
         if not dist.is_gloo_available():
             raise InvalidPlan(
                 "Plan(dispatch='gather') agrees on the number of tokens between hosts, and this torch has no gloo: use "
                 "Plan(max_tokens=...)"
             )
-        group: Any = dist.new_group(
-            self.axis_mesh.mesh.tolist(),
-            backend="gloo",
-            timeout=None if self.timeout is None else datetime.timedelta(seconds=self.timeout),
-            use_local_synchronization=True,
-            group_desc=f"{self.name}/hosts",
-        )
-        return group.group_name
+        return make_host_group(self.axis_mesh.mesh.tolist(), f"{self.name}/hosts", self.timeout).group_name
 
     @functools.cached_property
     def pull_obstacle(self) -> str | None:
