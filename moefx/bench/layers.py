@@ -21,7 +21,7 @@ import torch
 
 from .results import append_row, build_parser
 
-_SHOWN = 25  # kernels
+SHOWN_KERNELS = 25
 SYSTEMS = ("eager", "grouped_mm", "grouped_mm compiled", "moefx", "moefx compiled", "moefx backend")
 
 
@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{system:20} {times}  peak {row['peak_gib']:6.2f} GiB  losses {losses} {providers}",
             flush=True,
         )
-        for kernel in row.get("kernels", [])[:_SHOWN]:
+        for kernel in row.get("kernels", [])[:SHOWN_KERNELS]:
             print(f"    {kernel['ms']:8.2f} ms {kernel['calls']:6} x {kernel['kernel'][:90]}", flush=True)
 
 

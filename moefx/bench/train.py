@@ -1,6 +1,6 @@
 """Train Qwen3-30B-A3B's layers over GPUs: layouts side by side, and beside the planner's predictions.
 
-    torchrun --nproc-per-node 2 -m moefx bench train [--systems fsdp,ep,pp:1f1b,...] [--layers 8] [--out FILE]
+    torchrun --nproc-per-node 2 -m moefx bench train [--systems fsdp,ep,...] [--layers 8] [--profile] [--out FILE]
 
 | system | layout |
 |---|---|
@@ -8,14 +8,17 @@
 | `fsdp` | the same, compiled by moefx |
 | `ep`, `ep:gather`, `ep:pull` | experts over all GPUs, everything else under `fully_shard` |
 | `pp:gpipe`, `pp:1f1b`, `pp:interleaved` | a pipeline of as many stages as GPUs (interleaved: twice as many) |
+| `ep:gather+graph`, `fsdp+graph`, ... | the same, the whole step as one CUDA graph (`moefx.capture_step`) |
 
 Every system trains on `--sequences` sequences of `--length` tokens a step, over all GPUs, in bfloat16, with AdamW. A
 pipeline cuts them into micro-batches of one sequence.
 
 Reported: ms of a step (median; slowest rank), of it the optimizer's, tokens a second, the MFU of Piper eq. 12, the
 largest peak of memory of a rank, the loss, and the planner's ms for the layout without the optimizer, whose states have
-other dtypes there. For pipelines also the bubble: a step of twice as many micro-batches repeats everything else, so the
-bubble is 2 T(M) - T(2 M), without the optimizer.
+other dtypes there. A graph holds the optimizer, so its part has no time of its own.
+
+For pipelines also the bubble: a step of twice as many micro-batches repeats everything else, so the bubble is
+2 T(M) - T(2 M), without the optimizer.
 """
 
 from __future__ import annotations
@@ -32,11 +35,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from .layers import build_config, build_model
+from .layers import SHOWN_KERNELS, build_config, build_model, list_kernels
 from .results import append_row, build_parser
 
 SYSTEMS = ("fsdp:grouped_mm", "fsdp", "ep", "ep:gather", "pp:gpipe", "pp:1f1b", "pp:interleaved")
-_STEPS, _WARM_UP = 7, 3
+_STEPS, _WARM_UP = 8, 4  # a captured step runs eagerly three times, and is captured in the fourth call
+_GRAPH = "+graph"
 _CHUNKS = 2  # stages of a rank under "interleaved"
 
 
@@ -49,6 +53,7 @@ class Training:
 
     Attributes:
         microbatches: the micro-batches of a pipeline's step; 0 without a pipeline.
+        is_captured: whether a step is one CUDA graph.
     """
 
     def __init__(self, system: str, layers: int, sequences: int, length: int):
@@ -56,7 +61,8 @@ class Training:
 
         import moefx
 
-        kind, _, choice = system.partition(":")
+        layout, self.is_captured = system.removesuffix(_GRAPH), system.endswith(_GRAPH)
+        kind, _, choice = layout.partition(":")
         world, self.length = dist.get_world_size(), length
         self.microbatches = sequences if kind == "pp" else 0
         self.sequences = sequences if kind == "pp" else sequences // world
@@ -77,13 +83,18 @@ class Training:
             for layer in self.model.model.layers:
                 fully_shard(layer, mesh=mesh)
             fully_shard(self.model, mesh=mesh)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=True)
+        # a captured AdamW(foreach=True) divides DTensors by plain tensors, the numbers of steps, and DTensor raises
+        options = dict(fused=True, capturable=True) if self.is_captured else dict(foreach=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, **options)
+        self.train_captured = moefx.capture_step(self.train) if self.is_captured else None
         seed = 1 if kind == "pp" else 1 + dist.get_rank()
         self.generator = torch.Generator("cuda").manual_seed(seed)
 
-    def compute_gradients(self) -> Tensor:
+    def draw_ids(self) -> Tensor:
         size = self.sequences, self.length
-        ids = torch.randint(0, 32000, size, device="cuda", generator=self.generator)
+        return torch.randint(0, 32000, size, device="cuda", generator=self.generator)
+
+    def compute_gradients(self, ids: Tensor) -> Tensor:
         if self.microbatches:
             return self.model.step(input_ids=ids, target=ids)
         loss = compute_loss(self.model(input_ids=ids).logits, ids)
@@ -93,6 +104,26 @@ class Training:
     def update(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def train(self, ids: Tensor) -> Tensor:
+        loss = self.compute_gradients(ids)
+        self.update()
+        return loss
+
+    def measure_step(self) -> tuple[Tensor, float, float]:
+        """Run a step. Returns its loss, its ms without the optimizer, and the ms of the optimizer (0 in a graph)."""
+        ids, losses = self.draw_ids(), []
+        if (train_captured := self.train_captured) is not None:
+            ms = _measure_ms(lambda: losses.append(train_captured(ids)))
+            return losses[0], ms, 0.0
+        gradients_ms = _measure_ms(lambda: losses.append(self.compute_gradients(ids)))
+        return losses[0], gradients_ms, _measure_ms(self.update)
+
+    def profile_kernels(self) -> list[dict[str, Any]]:
+        """Profile one step. Returns name, ms and calls of its kernels, the longest first."""
+        with torch.profiler.profile() as profile:
+            self.measure_step()
+        return list_kernels(profile.key_averages())
 
 
 def _measure_ms(run: Callable[[], object]) -> float:
@@ -111,23 +142,26 @@ def _take_largest(values: Sequence[float]) -> list[float]:
     return tensor.tolist()
 
 
-def measure(system: str, layers: int, sequences: int, length: int) -> dict[str, Any]:
-    """Train with one system. Returns its figures, the same on all ranks."""
+def measure(system: str, layers: int, sequences: int, length: int, has_profile: bool = False) -> dict[str, Any]:
+    """Train with one system. Returns its figures, the same on all ranks, and this rank's kernels with `has_profile`."""
     training = Training(system, layers, sequences, length)
-    gradients, updates, losses = [], [], []
+    losses, gradients, updates = [], [], []
     for step in range(_STEPS):
-        if step == _WARM_UP:
-            torch.cuda.reset_peak_memory_stats()
-        gradients.append(_measure_ms(lambda: losses.append(training.compute_gradients())))
-        updates.append(_measure_ms(training.update))
+        if step == _WARM_UP - 1:
+            torch.cuda.reset_peak_memory_stats()  # before the capture, which allocates what replays use
+        for values, value in zip((losses, gradients, updates), training.measure_step(), strict=True):
+            values.append(value)
     peak = torch.cuda.max_memory_allocated() / 2**30
+    kernels = training.profile_kernels() if has_profile else None
+    if training.train_captured is not None:
+        training.train_captured.free()
     medians = [statistics.median(times[_WARM_UP:]) for times in (gradients, updates)]
     gradients_ms, update_ms, peak, loss = _take_largest([*medians, peak, float(losses[-1])])
     tokens = sequences * length
     row: dict[str, Any] = dict(system=system, layers=layers, sequences=sequences, length=length)
     row |= dict(ranks=dist.get_world_size(), ms=gradients_ms + update_ms, gradients_ms=gradients_ms)
     row |= dict(tokens_per_s=tokens / (gradients_ms + update_ms) * 1e3, peak_gib=peak, loss=loss)
-    return row
+    return row | (dict(kernels=kernels) if kernels else {})
 
 
 def predict(system: str, layers: int, sequences: int, length: int, ranks: int) -> dict[str, float]:
@@ -139,7 +173,7 @@ def predict(system: str, layers: int, sequences: int, length: int, ranks: int) -
     from ..planner.model_configs import describe_config
     from ..planner.step_formulas import compute_flop_per_token
 
-    kind, _, choice = system.partition(":")
+    kind, _, choice = system.removesuffix(_GRAPH).partition(":")
     options: dict[str, Any] = dict(dp=ranks, zero=3, sequences=sequences // ranks)
     if kind == "pp":
         options = dict(pp=ranks, zero=0, microbatches=sequences, schedule=choice)
@@ -161,6 +195,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--sequences", type=int, default=8, help="of a step, over all GPUs")
     parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
+    parser.add_argument("--profile", action="store_true", help="where the GPU's time goes")
     options = parser.parse_args(argv)
     if "LOCAL_RANK" not in os.environ:
         raise SystemExit("bench train: run it with torchrun, a process for each GPU")
@@ -168,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl")
     for system in options.systems.split(","):
         sizes = options.layers, options.sequences, options.length
-        row = measure(system, *sizes)
+        row = measure(system, *sizes, has_profile=options.profile)
         row |= predict(system, *sizes, row["ranks"])
         row["mfu"] = row.pop("ideal_ms") / row["ms"]
         _free_memory()
@@ -179,6 +214,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if dist.get_rank() == 0:
             numbers = "  ".join(f"{name} {value:.4g}" for name, value in row.items() if isinstance(value, float))
             print(f"{system:18} {numbers}", flush=True)
+            for kernel in row.get("kernels", [])[:SHOWN_KERNELS]:
+                print(f"    {kernel['ms']:8.2f} ms {kernel['calls']:6} x {kernel['kernel'][:90]}", flush=True)
             if options.out:
                 append_row(row, options.out)
     dist.destroy_process_group()
