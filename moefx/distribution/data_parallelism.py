@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from ..errors import InvalidInput, InvalidPlan
 from ..runtime.block_forward import find_rewritten_blocks
 from ..runtime.ranks.data_parallel_wrappers import DDP_REFUSAL, refuse_accelerate
+from ..runtime.ranks.gradient_division import divide_gradients
 from ..runtime.ranks.reductions import GRADIENT_WATCH
 from ..runtime.ranks.replaced_parameters import GatheredParameters
 from ..runtime.ranks.sharding import format_mesh
@@ -47,7 +48,8 @@ def parallelize(
 
     Experts are sharded over the data axes beside the expert axis, all other parameters over all data axes. Each
     parameter becomes a DTensor: `AdamW(foreach=True)` and `AdamW(fused=True)` take all of them in one group. Modules
-    become FSDP modules: `model.set_requires_gradient_sync(False)` accumulates gradients without communication.
+    become FSDP modules: `model.set_requires_gradient_sync(False)` accumulates gradients without communication. Stacked
+    experts without data axes of their own stay as they are: FSDP would copy them twice in each forward and backward.
 
     The data axes are those whose ranks have different tokens: all but "pp", the sequence axis, and "tp" unless experts
     are spread over it.
@@ -81,11 +83,14 @@ def parallelize(
     _check_parameters(root, experts)
     all_experts = {parameter for parameters in experts.values() for parameter in parameters}
     placements = dict(choose_placements(root, all_experts, expert_axes.count_shards(mesh)))
+    meshes, policy = DataMeshes(mesh), mp_policy or MixedPrecisionPolicy()
+    whole = set() if expert_axes.shard or expert_axes.replicate else set(_find_whole_blocks(experts, policy))
+    kept = {parameter for name in whole for parameter in experts[name]}
 
     replaced = vars(root)[GRADIENT_WATCH].replaced
     for name, parameter in root.named_parameters(remove_duplicate=False):
-        replaced.mark(parameter, name, _REPLACED)
-    meshes, policy = DataMeshes(mesh), mp_policy or MixedPrecisionPolicy()
+        if parameter not in kept:
+            replaced.mark(parameter, name, _REPLACED)
     shard_others = functools.partial(fully_shard, mesh=meshes.build(axes), ignored_params=all_experts, mp_policy=policy)
     expert_mesh = meshes.build(expert_axes)
     for layer in _list_layers(root):
@@ -96,6 +101,10 @@ def parallelize(
     divisor = expert_reduction.divisor // math.prod(mesh[name].size() for name in expert_reduction.axes)
     for name, parameters in experts.items():
         block: Any = root.get_submodule(name)
+        vars(block)["forward"].watch.is_parallelized = True
+        if name in whole:
+            divide_gradients(block, parameters, divisor)
+            continue
         block.register_forward_hook(_copy_views)
         fully_shard(
             block,
@@ -107,7 +116,6 @@ def parallelize(
         )
         if divisor > 1:
             block.set_all_reduce_hook(functools.partial(_divide, divisor=divisor))
-        vars(block)["forward"].watch.is_parallelized = True
     for module in root.modules():
         if isinstance(module, FSDPModule):
             _set_reductions(module, mesh)
@@ -166,6 +174,15 @@ def _group_expert_parameters(model: nn.Module) -> dict[str, set[nn.Parameter]]:
         tensors = layout.parameters.tensors(model.get_submodule(name), layout.placement.local_experts)
         by_block[name] = {t for t in tensors if isinstance(t, nn.Parameter)}
     return by_block
+
+
+def _find_whole_blocks(experts: dict[str, set[nn.Parameter]], policy: MixedPrecisionPolicy) -> Iterator[str]:
+    """Find the blocks whose experts need no FSDP if no axis shards or replicates them: DTensors that keep their
+    precision. FSDP makes DTensors of separate experts, which an optimizer takes together with the other parameters."""
+    if policy.param_dtype is None and policy.output_dtype is None:
+        for name, parameters in experts.items():
+            if all(isinstance(parameter, DTensor) for parameter in parameters):
+                yield name
 
 
 def _check_parameters(model: nn.Module, experts: dict[str, set[nn.Parameter]]) -> None:

@@ -112,6 +112,39 @@ def case_training_equals_one_process() -> None:
         torch.testing.assert_close(parameters, dict(reference), rtol=0, atol=1e-9, msg=message)
 
 
+def case_experts_without_data_axes_stay_whole() -> None:
+    """FSDP would copy stacked experts that no axis shards. Their gradients are divided without it."""
+
+    def get_block(model: Any) -> nn.Module:
+        (name,) = moefx.blocks(model)
+        return model.get_submodule(name.name)
+
+    cast = MixedPrecisionPolicy(param_dtype=torch.float32)
+    assert isinstance(get_block(parallelize_model("joined", dict(ep=4), mp_policy=cast)), FSDPModule)
+    model = parallelize_model("joined", dict(ep=4))
+    assert not isinstance(get_block(model), FSDPModule)
+
+    reference = Model("joined", layers=1).double()
+    compute_loss(reference, draw_batch(0, 0).flatten(0, 1)).backward()
+    wanted = reference.blocks[0].gate_up.grad[dist.get_rank(), None]
+
+    def check_gradient(run: Any) -> None:
+        model.zero_grad()
+        compute_loss(run, draw_batch(0, 0)[dist.get_rank()]).backward()
+        gradient = get_block(model).gate_up.grad.to_local()
+        torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-12)
+
+    check_gradient(model)
+    # torch drops the hooks of parameters that are replaced
+    model.to_empty(device="cpu")
+    model.load_state_dict(Model("joined", layers=1).double().state_dict())
+    check_gradient(model)
+    block = get_block(model)
+    block.gate_up = nn.Parameter(block.gate_up.detach().clone())
+    check_gradient(model)
+    check_gradient(torch.compile(model, backend="aot_eager"))
+
+
 def case_originals_are_freed_at_once() -> None:
     """FSDP replaces the parameters. Their memory is free before Python collects cycles."""
     for kind in ("gated", "joined"):
