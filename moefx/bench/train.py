@@ -10,8 +10,8 @@
 | `pp:gpipe`, `pp:1f1b`, `pp:interleaved` | a pipeline of as many stages as GPUs (interleaved: twice as many) |
 | `ep:gather+graph`, `fsdp+graph`, ... | the same, the whole step as one CUDA graph (`moefx.capture_step`) |
 
-Every system trains on `--sequences` sequences of `--length` tokens a step, over all GPUs, in bfloat16, with AdamW. A
-pipeline cuts them into micro-batches of one sequence.
+Every system trains on `--sequences` sequences of `--length` tokens a step, over all GPUs, in bfloat16, with fused
+AdamW. A pipeline cuts them into micro-batches of one sequence.
 
 Reported: ms of a step (median; slowest rank), of it the optimizer's, tokens a second, the MFU of Piper eq. 12, the
 largest peak of memory of a rank, the loss, and the planner's ms for the layout without the optimizer, whose states have
@@ -84,8 +84,8 @@ class Training:
                 fully_shard(layer, mesh=mesh)
             fully_shard(self.model, mesh=mesh)
         # a captured AdamW(foreach=True) divides DTensors by plain tensors, the numbers of steps, and DTensor raises
-        options = dict(fused=True, capturable=True) if self.is_captured else dict(foreach=True)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, **options)
+        options = dict(lr=1e-4, fused=True, capturable=self.is_captured)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), **options)
         self.train_captured = moefx.capture_step(self.train) if self.is_captured else None
         seed = 1 if kind == "pp" else 1 + dist.get_rank()
         self.generator = torch.Generator("cuda").manual_seed(seed)
