@@ -3,9 +3,11 @@
     python -m moefx bench layers [--systems eager,grouped_mm,moefx,...] [--steps 10] [--profile] [--out results.jsonl]
 
 Compares transformers' implementations, moefx.compile of the eager one (each with and without torch.compile), and
-torch.compile with moefx as its backend (on grouped_mm, because Dynamo breaks the eager loop). Each system runs in a
-process of its own with the same weights and tokens. Reports ms of a step (median), the peak of memory above weights and
-optimizer, and the losses; with --profile also the GPU's time in one more step, kernel by kernel.
+torch.compile with moefx as its backend (on grouped_mm, because Dynamo breaks the eager loop). On request also
+"... reduce-overhead", torch.compile with CUDA graphs, and "... graph", the whole step as one by `moefx.capture_step`.
+Each system runs in a process of its own with the same weights and tokens. Reports ms of a step (median), the peak of
+memory above weights and optimizer, and the losses; with --profile also the GPU's time in one more step, kernel by
+kernel.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ def build_model(system: str, layers: int) -> torch.nn.Module:
     from transformers import Qwen3MoeForCausalLM
 
     config = build_config(layers)
-    config._experts_implementation = "eager" if system in ("eager", "moefx", "moefx compiled") else "grouped_mm"
+    is_plain = system.startswith(("eager", "moefx")) and system != "moefx backend"
+    config._experts_implementation = "eager" if is_plain else "grouped_mm"
     torch.manual_seed(0)
     with torch.device("cuda"):
         torch.set_default_dtype(torch.bfloat16)
@@ -72,7 +75,8 @@ def build_model(system: str, layers: int) -> torch.nn.Module:
         import moefx
 
         model = moefx.compile(model)
-    return torch.compile(model) if system.endswith("compiled") else model  # pyright: ignore[reportReturnType]
+    mode = {"compiled": "default", "reduce-overhead": "reduce-overhead"}.get(system.partition(" ")[2])
+    return torch.compile(model, mode=mode) if mode else model  # pyright: ignore[reportReturnType]
 
 
 def list_kernels(events: Iterable[Any]) -> list[dict[str, Any]]:
@@ -84,20 +88,34 @@ def list_kernels(events: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def measure(system: str, steps: int, layers: int, batch: int, length: int, has_profile: bool = False) -> dict[str, Any]:
+    from ..runtime.captured_step import capture_step
+
     started = time.perf_counter()
     model = build_model(system, layers)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    is_captured = system.endswith(" graph")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=is_captured)
     generator = torch.Generator(device="cuda").manual_seed(1)
     ids = torch.randint(0, 32000, (steps, batch, length), device="cuda", generator=generator)
     losses, times, hosts, held_bytes, peak = [], [], [], 0, 0
 
-    def train(tokens: torch.Tensor) -> torch.Tensor:
+    def train_eagerly(tokens: torch.Tensor) -> torch.Tensor:
         begin = time.perf_counter()
+        torch.compiler.cudagraph_mark_step_begin()
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
-        hosts.append((time.perf_counter() - begin) * 1e3)
+        if not is_captured:  # a replay runs no Python of the step
+            hosts.append((time.perf_counter() - begin) * 1e3)
         optimizer.step()
         optimizer.zero_grad()
+        return loss.detach()
+
+    run = capture_step(train_eagerly) if is_captured else train_eagerly
+
+    def train(tokens: torch.Tensor) -> torch.Tensor:
+        begin = time.perf_counter()
+        loss = run(tokens)
+        if is_captured:
+            hosts.append((time.perf_counter() - begin) * 1e3)
         torch.cuda.synchronize()
         return loss
 
