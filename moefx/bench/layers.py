@@ -129,7 +129,8 @@ def measure(system: str, steps: int, layers: int, batch: int, length: int, has_p
         first = first or time.perf_counter() - started
         losses.append(loss.item())
         step_peak = torch.cuda.max_memory_allocated() - held_bytes
-        peak = max(peak, step_peak) if is_captured else step_peak  # a replay allocates nothing
+        # a replay allocates nothing, and the first step the optimizer's state
+        peak = max(peak, step_peak) if is_captured and step > 1 else step_peak
     ms, host_ms = (statistics.median(values[steps // 2 :]) for values in (times, hosts))
     row = dict(system=system, tokens=batch * length, ms=ms, host_ms=host_ms, first_step_s=first)
     row |= dict(peak_gib=peak / 2**30, losses=losses)
