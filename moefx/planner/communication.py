@@ -122,20 +122,23 @@ def exchange_symbol(dispatch: str) -> str:
     return "T_all_gather" if dispatch == "gather" else f"T_{dispatch}"  # T_gather is that of SSMB
 
 
-def row_bytes(width: int, slots: int, experts_per_rank: int, is_weighted: bool = True) -> tuple[int, int, int, int]:
+def row_bytes(
+    width: int, slots: int, experts_per_rank: int, is_weighted: bool = True, weight_bytes: int = 4
+) -> tuple[int, int, int, int]:
     """Compute the bytes of a row in (dispatch, combine, backward of combine, backward of dispatch).
 
-    A row has the token's values of two bytes each. In dispatch each slot adds its routing weight (four bytes) and its
-    expert's number on the rank, in the backward of dispatch the weight's gradient. Columns begin at multiples of 16
-    bytes (`ir.ops.row_packing`).
+    A row has the token's values of two bytes each. In dispatch each slot adds its routing weight and its expert's
+    number on the rank, in the backward of dispatch the weight's gradient. Columns begin at multiples of 16 bytes
+    (`ir.ops.row_packing`).
 
     Args:
         slots: number of slots of a row.
         experts_per_rank: experts on a rank.
         is_weighted: whether routing weights travel. They do not for k = 1.
+        weight_bytes: bytes of a routing weight.
     """
     bytes_per_number = next((num_bytes for num_bytes in (1, 2) if experts_per_rank <= 2 ** (8 * num_bytes - 1)), 4)
-    values, weights = _aligned(2 * width), _aligned(4 * slots * is_weighted)
+    values, weights = _aligned(2 * width), _aligned(weight_bytes * slots * is_weighted)
     return values + weights + _aligned(bytes_per_number * slots), 2 * width, 2 * width, values + weights
 
 

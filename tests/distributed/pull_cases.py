@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from moefx.bench.file_memory import memory_of_files
 from moefx.ir.ops import peer_memory, peer_rows
-from moefx.ir.ops.peer_memory import SharedBuffers
-from moefx.runtime.ranks.topology import ExpertAxis
 
 from ..blocks import D
 from . import gather_cases
@@ -28,27 +24,6 @@ from .models import Model, check, compile_over_mesh
 
 PULL = gather_cases.GATHER.replace(dispatch="pull")
 LIMITED = gather_cases.LIMITED.replace(dispatch="pull")
-
-
-def allocate_files(group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> SharedBuffers:
-    """Map a file of each rank."""
-    handle, path = tempfile.mkstemp()
-    os.close(handle)
-    paths: list[str] = [""] * group.size()
-    dist.all_gather_object(paths, path, group=group)
-    buffers = [torch.from_file(name, shared=True, size=num_bytes, dtype=torch.uint8) for name in paths]
-    dist.barrier(group)
-    Path(path).unlink()
-    return SharedBuffers(buffers, lambda: dist.barrier(group))
-
-
-@contextlib.contextmanager
-def memory_of_files() -> Iterator[None]:
-    with (
-        mock.patch.object(peer_memory, "allocate", allocate_files),
-        mock.patch.object(ExpertAxis, "pull_obstacle", None),
-    ):
-        yield
 
 
 def pulled(case: Callable[[], None]) -> Callable[[], None]:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
-from moefx.ir.ops import row_exchange
-from moefx.ir.ops.uneven_all_to_all import get_group, start_all_to_all
-from moefx.planner.communication import row_bytes
-from moefx.planner.simulation.routing_skew import count_traffic
+from moefx.bench.file_memory import memory_of_files
+from moefx.bench.sent_bytes import count_sent_bytes, estimate_sent_bytes, predict_sent_bytes
 
 
 class Block(nn.Module):
@@ -35,51 +31,29 @@ class Block(nn.Module):
         return (chosen * weights[..., None]).to(x.dtype).sum(1)
 
 
-class Counter:
-    """Replace `start` and count the bytes that leave this rank."""
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-
-    def __call__(self, rows, sent, received, group):
-        rank = dist.get_rank(get_group(group))
-        width = rows.shape[1:].numel() * rows.element_size()
-        self.num_bytes += width * sum(n for place, n in enumerate(sent) if place != rank)
-        return start_all_to_all(rows, sent, received, group)
-
-
-def predict_bytes(
-    ids: torch.Tensor, tokens: int, num_experts: int, sizes: tuple[int, ...], way: str, width: int
-) -> int:
-    """Predict the bytes that this rank sends in forward and backward. `ids`: [W*T, K], of all ranks."""
-    choices, ranks, rank = ids.sort(-1).values.t(), ids.shape[0] // tokens, dist.get_rank()
-    found = count_traffic(choices, torch.arange(ranks).repeat_interleave(tokens), num_experts, sizes, way)
-    top_k = ids.shape[1]
-    there, back, back_grad, grad = row_bytes(width, 1 if way == "flat" else top_k, num_experts // ranks, top_k > 1)
-    total = 0
-    for hop in (*found.hops, *([] if found.beside is None else [found.beside])):
-        others = hop - torch.diag(hop.diag())
-        total += int(others[rank].sum()) * (there + back_grad) + int(others[:, rank].sum()) * (back + grad)
-    return total
-
-
 def case_bytes_equal_the_formulas() -> None:
-    world, tokens = dist.get_world_size(), 50
+    world, tokens, rank = dist.get_world_size(), 50, dist.get_rank()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
-    levels = {("flat", world, ()): (world,), ("dedup", world, ()): (world,)}
+    levels = {(way, world, ()): (world,) for way in ("flat", "dedup", "gather", "pull")}
     levels |= {(way, 2, ()): (world // 2, 2) for way in ("rbd", "halo")}
     levels |= {(way, 2, (4,)): (2, 2, 2) for way in ("rbd", "halo") if world == 8}
     torch.manual_seed(0)
-    for width, num_experts, top_k in ((24, 4 * world, 5), (64, 2 * world, 1)):
+    for width, num_experts, top_k, limit in ((24, 4 * world, 5, 53), (64, 2 * world, 1, 0)):
         block = Block(width, num_experts, top_k).bfloat16()
-        generator = torch.Generator().manual_seed(1 + dist.get_rank())
+        generator = torch.Generator().manual_seed(1 + rank)
         x = torch.randn(tokens, width, generator=generator).bfloat16()
         ids = [torch.empty(tokens, top_k, dtype=torch.int64) for _ in range(world)]
         dist.all_gather(ids, block.routed(x)[1])
         for (way, node_size, above), sizes in levels.items():
             plan = moefx.Plan(dispatch=way, node_size=node_size, topology_levels=above, validation="symbolic")
-            compiled = moefx.compile(block, mesh=mesh, plan=plan, example_inputs=(x[:8],))
-            with mock.patch.object(row_exchange, "start_all_to_all", Counter()) as counter:
+            most = limit if way in ("gather", "pull") else 0
+            with memory_of_files(), count_sent_bytes() as counter:
+                compiled = moefx.compile(
+                    block, mesh=mesh, plan=plan.replace(max_tokens=most or None), example_inputs=(x[:8],)
+                )
                 compiled(x.clone().requires_grad_()).float().sum().backward()
-            expected = predict_bytes(torch.cat(ids), tokens, num_experts, sizes, way, width)
-            assert counter.num_bytes == expected > 0, (way, sizes, top_k, counter.num_bytes, expected)
+            expected = predict_sent_bytes(torch.cat(ids), rank, num_experts, sizes, way, width, most)
+            label = way, sizes, top_k, counter.num_bytes, expected
+            assert counter.num_bytes == expected > 0, label
+            estimated = estimate_sent_bytes(tokens, num_experts, top_k, sizes, way, width, most)
+            assert abs(estimated / expected - 1) < 0.25, (label, estimated)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .op_definition import op
 from .row_packing import pad_rows
+from .token_gather import start_gather, start_scatter
 from .uneven_all_to_all import wait_for_collective
 
 GRADIENTS = ("replicated", "partial")
@@ -36,7 +37,7 @@ def shard_tokens(x: Tensor, *, rank: int, size: int, group: str) -> Tensor:
 def unshard_tokens(part: Tensor, *, num_tokens: int, rank: int, size: int, group: str, gradients: str) -> Tensor:
     """Gather the shards of all ranks, [S,D]. Differentiable; the module describes `gradients`."""
     padded = pad_rows(part, _shard_length(num_tokens, size))
-    tokens = wait_for_collective(torch.ops._c10d_functional.all_gather_into_tensor(padded, size, group))
+    tokens = wait_for_collective(*start_gather([padded], size, group))
     return tokens[:num_tokens].clone() if tokens.shape[0] > num_tokens else tokens
 
 
@@ -45,8 +46,7 @@ def sum_shards(x: Tensor, *, rank: int, size: int, group: str) -> Tensor:
     """Sum the tensors of all ranks, and return the rank's shard, [s,D]."""
     length, num_tokens = _shard_length(x.shape[0], size), x.shape[0]
     padded = pad_rows(x, size * length)
-    in_transit = torch.ops._c10d_functional.reduce_scatter_tensor(padded, "sum", size, group)
-    part = wait_for_collective(in_transit, in_backward=True)
+    part = wait_for_collective(*start_scatter([padded], size, group), in_backward=True)
     own_length = max(min(num_tokens - rank * length, length), 0)
     return part[:own_length].clone() if own_length < length else part
 
