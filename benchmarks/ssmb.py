@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import moefx
 from moefx.bench import mirror_group
-from moefx.bench.ep import Layer, Step
+from moefx.bench.ep_layers import Layer
+from moefx.bench.ep_steps import Step
 from moefx.bench.results import append_row
 from moefx.bench.shapes import SHAPES
 

@@ -1,10 +1,14 @@
-"""A layer with its experts over the ranks in plain torch, as a peer in `bench ep`: all-to-all and `grouped_mm`.
+"""Layers of others with their experts over all ranks, as peers in `bench ep`.
 
-The host reads the row counts, the all-to-all sends a row for each slot of a token, and an index puts the rows of each
-local expert together: what training frameworks do without kernels of their own.
+`AllToAllLayer` is plain torch, all-to-all and `grouped_mm`. The host reads the row counts, the all-to-all sends a row
+for each slot of a token, and an index puts the rows of each local expert together: what training frameworks do without
+kernels of their own.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,6 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.nn.functional import all_to_all_single
 
 from .shapes import Shape, activation
+
+if TYPE_CHECKING:
+    from .ep_layers import Layer
 
 
 def choose_experts(router: nn.Linear, bias: Tensor | None, x: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
@@ -60,3 +67,11 @@ class AllToAllLayer(nn.Module):
         back = all_to_all_single(torch.empty_like(rows), returned, sent, received)
         by_slot = torch.empty_like(back).index_copy(0, order, back).view(*chosen.shape, -1)
         return (by_slot * weights[..., None].to(x.dtype)).sum(1)
+
+
+def build_all_to_all(layer: Layer, shape: Shape) -> nn.Module:
+    return AllToAllLayer(shape, layer.router, layer.bias, layer.up, layer.down)
+
+
+# A layer with this rank's part of the experts of the given one.
+PEERS: dict[str, Callable[[Layer, Shape], nn.Module]] = {"all_to_all": build_all_to_all}

@@ -14,7 +14,7 @@ import torch
 from torch.autograd import DeviceType
 
 from moefx import cli
-from moefx.bench import ep, layers, moe, peers, results, routing, stages, tune
+from moefx.bench import kernel_overlap, layers, moe, peers, results, routing, stages, tune
 from moefx.bench.peers import ABLATION, PEERS, Inputs
 from moefx.bench.shapes import SHAPES, Shape, draw_tensors, parse_shape, random_routing
 
@@ -189,9 +189,9 @@ def test_exchange_time_hidden_behind_compute(tmp_path):
         ("gemm", 2.5, 3.5),
         ("mirrored_exchange", 5.0, 6.0),
     ]
-    assert ep.compute_overlap(spans) == {"exchange_ms": 3.0, "compute_ms": 3.5, "hidden_ms": 1.5}
+    assert kernel_overlap.compute_overlap(spans) == {"exchange_ms": 3.0, "compute_ms": 3.5, "hidden_ms": 1.5}
     pytest.importorskip("matplotlib")
-    ep.plot_timeline({"dedup": spans, "flat": spans[1:]}, tmp_path / "steps.png")
+    kernel_overlap.plot_timeline({"dedup": spans, "flat": spans[1:]}, tmp_path / "steps.png")
     assert (tmp_path / "steps.png").stat().st_size > 5000
 
 

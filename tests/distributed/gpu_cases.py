@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import moefx
-from moefx.bench.ep import Layer
+from moefx.bench.ep_layers import Layer
 from moefx.bench.shapes import Shape
 from moefx.errors import InvalidInput
 from moefx.ir import op_providers
