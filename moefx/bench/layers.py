@@ -28,41 +28,32 @@ _ATTENTION = "sdpa_without_mask"
 SYSTEMS = ("eager", "grouped_mm", "grouped_mm compiled", "moefx", "moefx compiled", "moefx backend")
 
 
-def build_config(layers: int) -> Any:
+_SIZES = dict(vocab_size=32000, hidden_size=2048, num_attention_heads=32, num_key_value_heads=4, head_dim=128)
+_SIZES |= dict(moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8)
+_TINY_SIZES = dict(vocab_size=96, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+_TINY_SIZES |= dict(moe_intermediate_size=16, num_experts=16, num_experts_per_tok=2)
+
+
+def build_config(layers: int, is_tiny: bool = False) -> Any:
     """Return the configuration of a model with Qwen3-30B-A3B's layers and a smaller vocabulary.
 
-    Its attention is torch's causal one without a mask. While a CUDA graph is captured, transformers 5.17 makes a mask,
-    with which attention takes 3.4 times as long.
+    Args:
+        is_tiny: layers of a few kilobytes instead, to test a benchmark on a CPU.
     """
-    from transformers import AttentionInterface, Qwen3MoeConfig
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers import Qwen3MoeConfig
 
-    AttentionInterface.register(_ATTENTION, sdpa_attention_forward)  # a name of its own: no function makes its masks
-    return Qwen3MoeConfig(
-        attn_implementation=_ATTENTION,  # pyright: ignore[reportCallIssue]
-        vocab_size=32000,
-        hidden_size=2048,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,  # pyright: ignore[reportCallIssue]
-        moe_intermediate_size=768,
-        num_experts=128,
-        num_experts_per_tok=8,
-        norm_topk_prob=True,
-        use_cache=False,
-        tie_word_embeddings=False,
-    )
+    sizes: Any = _TINY_SIZES if is_tiny else _SIZES
+    options: Any = dict(norm_topk_prob=True, use_cache=False, tie_word_embeddings=False)
+    return Qwen3MoeConfig(num_hidden_layers=layers, **sizes, **options)
 
 
-def build_model(system: str, layers: int) -> torch.nn.Module:
+def build_model(system: str, layers: int, device: str = "cuda", is_tiny: bool = False) -> torch.nn.Module:
     from transformers import Qwen3MoeForCausalLM
 
-    config = build_config(layers)
-    is_plain = system.startswith(("eager", "moefx")) and system != "moefx backend"
-    config._experts_implementation = "eager" if is_plain else "grouped_mm"
+    config = build_config(layers, is_tiny)
+    config._experts_implementation = "eager" if system in ("eager", "moefx", "moefx compiled") else "grouped_mm"
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with torch.device(device):
         torch.set_default_dtype(torch.bfloat16)
         model = Qwen3MoeForCausalLM(config)
         torch.set_default_dtype(torch.float32)
