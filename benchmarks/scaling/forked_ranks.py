@@ -17,6 +17,9 @@ import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 
+# Without it torch asks the driver whether there are GPUs, and forks could use none.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
 import moefx.bench.ep
 import moefx.bench.train  # noqa: F401
 

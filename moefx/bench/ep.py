@@ -49,6 +49,7 @@ from . import mirror_group
 from .ep_layers import WEIGHT_BYTES, Layer
 from .ep_peers import PEERS
 from .ep_steps import GraphStep, Step
+from .external_peers import PeerMissing
 from .file_memory import memory_of_files
 from .kernel_overlap import compute_overlap, plot_timeline
 from .rank_device import RankDevice, share_failures, start_ranks, take_largest
@@ -66,7 +67,7 @@ class VariantSet:
 
     Attributes:
         steps: the step of each variant.
-        failures: the reason of each variant that cannot run.
+        failures: the reason of each variant that cannot run. missing: of those, peers that are not installed.
         routes: how rows travel, of each variant that moefx spreads.
     """
 
@@ -74,6 +75,7 @@ class VariantSet:
         self.shape, self.mesh, self.layer, self.node_size, self.device = shape, mesh, layer, node_size, device
         self.steps: dict[str, Step] = {}
         self.failures: dict[str, str] = {}
+        self.missing: set[str] = set()
         self.routes: dict[str, ExchangeRoutes] = {}
 
     def add(self, variant: str) -> None:
@@ -92,6 +94,8 @@ class VariantSet:
             self.device.synchronize()
         except Exception as found:
             error = f"{type(found).__name__}: {str(found).strip() or 'no message'}"
+            if isinstance(found, PeerMissing):
+                self.missing.add(variant)
         if failure := share_failures(error):
             self.failures[variant] = failure
             self.device.free_memory()
@@ -262,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run_shape(shape: Shape, options: Any, device: RankDevice) -> bool:
-    """Measure all variants of a shape, and report them. Returns whether some cannot run."""
+    """Measure all variants of a shape, and report them. Returns whether some that are installed cannot run."""
     world = dist.get_world_size()
     mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("ep",))
     torch.manual_seed(0)
@@ -272,10 +276,11 @@ def _run_shape(shape: Shape, options: Any, device: RankDevice) -> bool:
         variants.add(variant)
     rows = measure(variants, options.rounds, options.slow_rank / 1e3)
     sent = variants.count_bytes() if options.bytes and not options.mirror else {}
+    has_failed = bool(variants.failures.keys() - variants.missing)
     imbalance = layer.compute_imbalance(Step(layer, shape, device).draw_rows())
     variants.steps.clear()  # a captured graph keeps its communicator: the process group could not end
     if dist.get_rank():
-        return bool(variants.failures)
+        return has_failed
     kernels = {variant: row.pop("kernels") for variant, row in rows.items()}
     add_efficiencies(rows)
     how = dict(shared=options.shared, tokens=shape.T, ranks=world, mirror=bool(options.mirror))
@@ -297,7 +302,7 @@ def _run_shape(shape: Shape, options: Any, device: RankDevice) -> bool:
             path = path.with_stem(f"{path.stem}_{shape.name}")
         plot_timeline(kernels, path)
         print(f"wrote {path}", flush=True)
-    return bool(variants.failures)
+    return has_failed
 
 
 if __name__ == "__main__":

@@ -16,6 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_to_all_single
 
+from .external_peers import (
+    build_deepspeed,
+    build_torchtitan,
+    build_torchtitan_async,
+    build_transformers,
+    build_tutel,
+)
 from .shapes import Shape, activation
 
 if TYPE_CHECKING:
@@ -74,4 +81,11 @@ def build_all_to_all(layer: Layer, shape: Shape) -> nn.Module:
 
 
 # A layer with this rank's part of the experts of the given one.
-PEERS: dict[str, Callable[[Layer, Shape], nn.Module]] = {"all_to_all": build_all_to_all}
+PEERS: dict[str, Callable[[Layer, Shape], nn.Module]] = {
+    "all_to_all": build_all_to_all,
+    "transformers": build_transformers,
+    "torchtitan": build_torchtitan,
+    "torchtitan_async": build_torchtitan_async,
+    "deepspeed": build_deepspeed,
+    "tutel": build_tutel,
+}
