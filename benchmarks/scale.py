@@ -22,8 +22,10 @@ that failed. Rows for more GPUs than there are do not run, and are named. Run it
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +35,7 @@ if __name__ == "__main__":
 
 from benchmarks.scaling.launcher import measure_seconds, run_row
 from benchmarks.scaling.results_file import DONE, ROOT, Record, ResultsFile, read_environment
-from benchmarks.scaling.rows import PARTS, Row, build_rows
+from benchmarks.scaling.rows import Row, build_rows
 
 LIMIT = 480.0  # seconds of a row
 _LEAST = 30.0  # seconds in which a row can be worth a start
@@ -58,6 +60,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Return 0 if every selected row for the GPUs here is done."""
     options = parse_arguments(argv)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # which ends the row's processes, too
     if options.report:
         from benchmarks.scaling.page import write_page
 
@@ -125,5 +129,4 @@ def choose_file(gpus: int, is_dry: bool) -> Path:
 
 
 if __name__ == "__main__":
-    assert PARTS
     raise SystemExit(main())

@@ -14,7 +14,7 @@ import runpy
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 
 # Without it torch asks the driver whether there are GPUs, and forks could use none.
@@ -40,8 +40,12 @@ def fork_ranks(ranks: int, run: Callable[[int], None]) -> list[BaseProcess]:
     return processes
 
 
-def main() -> None:
-    ranks, module, *arguments = sys.argv[1:]
+def run_module(ranks: int, module: str, arguments: Sequence[str]) -> list[int]:
+    """Run a module on all ranks of one process group. If a rank fails, end the others, as torchrun does.
+
+    Returns:
+        The exit codes of the ranks that ended by themselves and failed.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -51,15 +55,22 @@ def main() -> None:
         sys.argv = [module, *arguments]
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
-    processes = fork_ranks(int(ranks), run)
+    processes = fork_ranks(ranks, run)
     while any(process.exitcode is None for process in processes):
         if any(process.exitcode for process in processes):
-            break  # as torchrun does: the others would wait for it
+            time.sleep(0.5)  # the others may have the same error to print
+            break
         time.sleep(0.05)
+    codes = [process.exitcode for process in processes if process.exitcode]
     for process in processes:
         process.kill()
         process.join()
-    if codes := [process.exitcode for process in processes if process.exitcode]:
+    return codes
+
+
+def main() -> None:
+    ranks, module, *arguments = sys.argv[1:]
+    if codes := run_module(int(ranks), module, arguments):
         raise SystemExit(f"exit codes of ranks: {codes}")
 
 

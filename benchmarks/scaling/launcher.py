@@ -98,10 +98,9 @@ def end_processes(process: subprocess.Popen[Any]) -> None:
     process.send_signal(signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_GRACE)
-    for pid, started in descendants.items():
-        if _read_start(pid) == started:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    for descendant in filter(is_running, descendants.items()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(descendant[0], signal.SIGKILL)
     process.kill()
     process.wait()
 
@@ -121,12 +120,19 @@ def list_descendants(pid: int) -> dict[int, str]:
     return found
 
 
+def is_running(descendant: tuple[int, str]) -> bool:
+    """Return whether a process of `list_descendants` runs: another one may have its id by now."""
+    pid, started = descendant
+    return bool(started) and _read_start(pid) == started
+
+
 def _read_start(pid: int) -> str:
-    """Return the time of a process's start; "" if it has ended. Another process with its id has another one."""
+    """Return the time of a process's start; "" if it has ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
         return ""
+    return "" if fields[0] == "Z" else fields[19]
 
 
 def measure_seconds(start: float) -> float:

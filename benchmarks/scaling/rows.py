@@ -105,10 +105,11 @@ def _build_rows(is_dry: bool) -> Iterator[Row]:
                     arguments = ("--shape", shape, "--tokens", str(tokens), "--tensor-parallel", str(tp), *few, *device)
                     yield Row(f"ssmb/{shape}/tp={tp}/{gpus}", 2, gpus, "benchmarks.ssmb", arguments)
     sizes = ("--layers", "12", "--sequences", "16", "--length", "4096", "--most", "2")
-    if is_dry:
-        sizes = ("--layers", "4", "--sequences", "16", "--length", "8", "--most", "2", "--steps", "2")
     for gpus in (1, 2, 4, 8):
         for system in list_systems(gpus):
+            if is_dry:
+                layers = str(gpus if system == "pp:1f1b" else 4)
+                sizes = ("--layers", layers, "--sequences", "8", "--length", "8", "--most", "1", "--steps", "2")
             arguments = ("--systems", system, *sizes, *device)
             yield Row(f"model/{system}/{gpus}", 3, gpus, "moefx.bench.train", arguments)
     for gpus in (2, 4, 8):
