@@ -43,9 +43,12 @@ def format_page(records: Sequence[Record]) -> str:
     if bars := [] if any(record.is_dry for record in records) else judge(records):
         rows = [(bar.name, bar.demand, bar.found, "met" if bar.is_met else "**missed**") for bar in bars]
         parts += ["## Bars", format_table(("bar", "demand", "measured", ""), rows)]
+    seen = set()
     for number, columns, results in list_tables(records):
         if results:
-            parts.append(f"## {number}. {PARTS[number][0].upper()}{PARTS[number][1:]}")
+            if number not in seen:
+                parts.append(f"## {number}. {PARTS[number][0].upper()}{PARTS[number][1:]}")
+            seen.add(number)
             parts.append(format_results(columns, results))
     last = {record.row: record for record in records}.values()
     if failed := [(r.row, r.status, r.error.replace("\n", " ")[:300]) for r in last if r.status != DONE]:
@@ -64,7 +67,8 @@ def list_tables(records: Sequence[Record]) -> list[tuple[int, list[Column], list
     exchange: list[Column] = [(f"{name} ms", _number(f"{name}_ms", ".3f")) for name in ("exchange", "hidden")]
     failure: list[Column] = [("not measured", lambda r: r.get("failure", "").partition("\n")[0][:120])]
     model = [_get("system"), _get("gpus"), *_columns("tokens_per_s", "ms", "gradients_ms", "peak_gib", form=".1f")]
-    model += [*_columns("mfu", form=".3f"), *_columns("bubble_ms", "predicted_bubble_ms", "predicted_ms", form=".1f")]
+    model += [*_columns("mfu", form=".3f"), *_columns("bubble_ms", form=".1f")]
+    model += _columns("predicted_bubble_ms", "predicted_reduction_ms", "predicted_ms", form=".1f")
     model += [("predicted / measured", lambda r: _divide(r.get("predicted_ms"), r["gradients_ms"]))]
     model += [("strong scaling", lambda r: _form(scaling.get((r["system"], r["gpus"])), ".3f"))]
     late: list[Column] = [("late rank ms", _number("delayed_ms", ".3f"))]

@@ -19,7 +19,8 @@ sequences.
 Reported: ms of a step (median; slowest rank), of it the optimizer's, tokens a second, the MFU of Piper eq. 12, the
 largest peak of memory of a rank, the loss, and the planner's ms for the layout without the optimizer, whose states have
 other dtypes there. For pipelines also the bubble: a step of twice as many micro-batches repeats everything else, so the
-bubble is 2 T(M) - T(2 M), without the optimizer.
+bubble is 2 T(M) - T(2 M), without the optimizer. In stages over several GPUs this includes the reduction of gradients,
+which a step does once: compare it with the predicted bubble and the predicted reduction together.
 
 `--device cpu` trains a tiny model over gloo to test the benchmark itself. Its figures mean nothing.
 """
@@ -74,8 +75,8 @@ def measure(system: System, size: TrainingSize, device: RankDevice, steps: int =
 
 
 def predict(system: System, size: TrainingSize, device_type: str = "cuda") -> dict[str, float]:
-    """Predict the ms of a step without the optimizer, the ms of its bubble, and the step's FLOP on a rank at the peak
-    rate, in ms.
+    """Predict the ms of a step without the optimizer, of its bubble and its reduction of gradients, and the step's FLOP
+    on a rank at the peak rate, in ms.
 
     Only the last one for systems that the planner has no formulas for: schedules of its simulation, `grouped_mm`.
     """
@@ -106,7 +107,10 @@ def predict(system: System, size: TrainingSize, device_type: str = "cuda") -> di
         milliseconds["T_grads"] /= microbatches  # `Training` reduces once a step, the formulas each time under ZeRO-3
     total = sum(milliseconds.values()) - milliseconds.get("T_optimizer", 0.0)
     prediction = ideal | dict(predicted_ms=total)
-    return prediction | (dict(predicted_bubble_ms=milliseconds.get("T_bubble", 0.0)) if system.schedule else {})
+    if system.schedule:
+        once = dict(bubble="T_bubble", reduction="T_grads")
+        prediction |= {f"predicted_{name}_ms": milliseconds.get(part, 0.0) for name, part in once.items()}
+    return prediction
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -182,6 +182,31 @@ def test_the_last_record_of_a_row_counts():
     assert "| qwen3_30b over 4, best way | >= 0.88 | 1.000 by dedup | met |" in page.format_page(records)
 
 
+def test_plots_and_page_are_written_beside_the_results(tmp_path):
+    """Draw made-up numbers of every part."""
+    pytest.importorskip("matplotlib")
+    layer = dict(shape="qwen3_30b", exchange_ms=1.0, hidden_ms=0.5, imbalance=1.5)
+    ways = [layer | dict(way=way, ms=2.0, strict_efficiency=1.0) for way in ("one", "dedup")]
+    model = dict(system="fsdp", tokens_per_s=9.0, ms=11.0, gradients_ms=10.0, predicted_ms=9.0)
+    shared = dict(shape="x", tensor_parallel=2, way="SSMB", ms=1.0, kept_mib=5.0)
+    spread = dict(kind="p2p", num_bytes=1024, repeats=9, ms=1.0, percentiles_ms=[1.0] * 101, p999_ms=1.0)
+    end = dict(way="pull", moment="forward", is_clean=True, worst_seconds=1.0, ends=[dict(outcome="RanksLost")])
+    results = {"layer/q/4": ways, "skew/q/4": ways, "model/fsdp/1": [model], "ssmb/x/4": [shared]}
+    results |= {"failures/pull/4": [end]}
+    results |= {"stragglers/exchanges/4": [spread | dict(late_share=0.0)], "peers/q/4": [layer | dict(failure="none")]}
+    path = tmp_path / "x.jsonl"
+    file = ResultsFile(path, False)
+    for name, found in results.items():
+        gpus = int(name.rpartition("/")[2])
+        file.append(Record(name, 1, gpus, False, DONE, 1.0, "", tuple(found), {"commit": "abc"}))
+    assert page.write_page(path) == 0
+    pictures = sorted(tmp_path.glob("*.png"))
+    assert [p.stem for p in pictures] == ["x_layer", "x_model", "x_skew", "x_ssmb", "x_stragglers", "x_ways"]
+    assert all(picture.stat().st_size > 5000 for picture in pictures)
+    text = path.with_suffix(".md").read_text()
+    assert all(f"({picture.name})" in text for picture in pictures) and "| pull | 4 | forward | True |" in text
+
+
 DRY = """
 import multiprocessing, runpy, sys
 import torch
