@@ -61,11 +61,12 @@ def list_ways(gpus: int, tokens: int) -> list[str]:
     return [*ways, "auto", f"auto{limit}"]
 
 
-def list_systems(gpus: int) -> list[str]:
-    """List the systems of `bench train` for some GPUs."""
+def list_systems(gpus: int, is_dry: bool = False) -> list[str]:
+    """List the systems of `bench train` for some GPUs. A CPU captures no graphs."""
+    captured = () if is_dry else ("fsdp:grouped_mm+graph", "ep:gather+graph", "ep:pull+graph")
     systems = ["fsdp:grouped_mm", "fsdp"]
     if gpus > 1:
-        systems += ["ep", "ep:gather", "pp:1f1b"]
+        systems += ["ep", "ep:gather", "pp:1f1b", *captured]
     if gpus == 4:
         systems += ["dp2xep2", "pp2xep2:1f1b", "pp2xep2:interleaved", "pp2xep2:zbv"]
     if gpus == 8:
@@ -106,7 +107,7 @@ def _build_rows(is_dry: bool) -> Iterator[Row]:
                     yield Row(f"ssmb/{shape}/tp={tp}/{gpus}", 2, gpus, "benchmarks.ssmb", arguments)
     sizes = ("--layers", "12", "--sequences", "16", "--length", "4096", "--most", "2")
     for gpus in (1, 2, 4, 8):
-        for system in list_systems(gpus):
+        for system in list_systems(gpus, is_dry):
             if is_dry:
                 layers = str(gpus if system == "pp:1f1b" else 4)
                 sizes = ("--layers", layers, "--sequences", "8", "--length", "8", "--most", "1", "--steps", "2")

@@ -1,6 +1,6 @@
 """Train Qwen3-30B-A3B's layers over GPUs: layouts side by side, and beside the planner's predictions.
 
-    torchrun --nproc-per-node 2 -m moefx bench train [--systems fsdp,ep,pp:1f1b,...] [--layers 8] [--out FILE]
+    torchrun --nproc-per-node 2 -m moefx bench train [--systems fsdp,ep,...] [--layers 8] [--profile] [--out FILE]
     torchrun --nproc-per-node 8 -m moefx bench train --systems dp2xep4,pp2xep4:zbv,pp2xdp2xep2:1f1b+gather
 
 | system | layout |
@@ -11,16 +11,20 @@
 | `dp2xep4` | experts over 4 GPUs, sharded over 2 |
 | `pp:gpipe`, `pp:1f1b`, `pp:interleaved` | a pipeline of as many stages as GPUs (interleaved: twice as many) |
 | `pp2xep4:zbv`, `pp2xdp2xep2:1f1b` | a pipeline of 2 stages, each spread as above over 4 GPUs |
+| `ep:gather+graph`, `fsdp:graph`, ... | no pipeline, the whole step as one CUDA graph (`moefx.capture_step`) |
 
-Every system trains on `--sequences` sequences of `--length` tokens a step, over all GPUs, in bfloat16, with AdamW. A
-pipeline cuts them into micro-batches of one sequence. The others accumulate gradients over forwards of at most `--most`
-sequences.
+Every system trains on `--sequences` sequences of `--length` tokens a step, over all GPUs, in bfloat16, with fused
+AdamW. A pipeline cuts them into micro-batches of one sequence. The others accumulate gradients over forwards of at most
+`--most` sequences.
 
 Reported: ms of a step (median; slowest rank), of it the optimizer's, tokens a second, the MFU of Piper eq. 12, the
 largest peak of memory of a rank, the loss, and the planner's ms for the layout without the optimizer, whose states have
-other dtypes there. For pipelines also the bubble: a step of twice as many micro-batches repeats everything else, so the
-bubble is 2 T(M) - T(2 M), without the optimizer. In stages over several GPUs this includes the reduction of gradients,
-which a step does once: compare it with the predicted bubble and the predicted reduction together.
+other dtypes there. A graph holds the optimizer, so its part has no time of its own. `--profile` shows where the GPU's
+time goes.
+
+For pipelines also the bubble: a step of twice as many micro-batches repeats everything else, so the bubble is
+2 T(M) - T(2 M), without the optimizer. In stages over several GPUs this includes the reduction of gradients, which a
+step does once: compare it with the predicted bubble and the predicted reduction together.
 
 `--device cpu` trains a tiny model over gloo to test the benchmark itself. Its figures mean nothing.
 """
@@ -29,42 +33,37 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from .layers import build_config
+from .layers import SHOWN_KERNELS, build_config
 from .rank_device import RankDevice, start_ranks, take_largest
 from .results import append_row, build_parser
 from .train_systems import System, Training, TrainingSize, parse_system
 
 SYSTEMS = ("fsdp:grouped_mm", "fsdp", "ep", "ep:gather", "pp:gpipe", "pp:1f1b", "pp:interleaved")
-_STEPS, _WARM_UP = 7, 3
+_STEPS, _WARM_UP = 8, 4  # a captured step runs eagerly three times, and is captured in the fourth call
 _CHUNKS = {"interleaved": 2}  # stages of a rank
 
 
-def _measure_ms(run: Callable[[], object], device: RankDevice) -> float:
-    device.synchronize()
-    dist.barrier()
-    begin = time.perf_counter()
-    run()
-    device.synchronize()
-    return (time.perf_counter() - begin) * 1e3
-
-
-def measure(system: System, size: TrainingSize, device: RankDevice, steps: int = _STEPS) -> dict[str, Any]:
-    """Train with one system. Returns its figures, the same on all ranks."""
+def measure(
+    system: System, size: TrainingSize, device: RankDevice, steps: int = _STEPS, has_profile: bool = False
+) -> dict[str, Any]:
+    """Train with one system. Returns its figures, the same on all ranks, and this rank's kernels with `has_profile`."""
     training = Training(system, size, device)
-    gradients, updates, losses = [], [], []
+    warm_up = min(_WARM_UP, steps - 1)
+    losses, gradients, updates = [], [], []
     for step in range(steps):
-        if step == min(_WARM_UP, steps - 1):
-            device.reset_peak_memory()
-        gradients.append(_measure_ms(lambda: losses.append(training.compute_gradients()), device))
-        updates.append(_measure_ms(training.update, device))
+        if step == max(0, warm_up - 1):
+            device.reset_peak_memory()  # before the capture, which allocates what replays use
+        for values, value in zip((losses, gradients, updates), training.measure_step(), strict=True):
+            values.append(value)
     peak = device.read_peak_gib()
-    medians = [statistics.median(times[min(_WARM_UP, steps - 1) :]) for times in (gradients, updates)]
+    kernels = training.profile_kernels() if has_profile else None
+    training.free()
+    medians = [statistics.median(times[warm_up:]) for times in (gradients, updates)]
     gradients_ms, update_ms, peak, loss = take_largest([*medians, peak, float(losses[-1])], device.type)
     tokens = size.sequences * size.length
     row: dict[str, Any] = dict(system=system.name, layers=size.layers, sequences=size.sequences, length=size.length)
@@ -122,13 +121,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--most", type=int, default=4, help="sequences of a forward on a rank, without a pipeline")
     parser.add_argument("--steps", type=int, default=_STEPS, help=f"of which {_WARM_UP} are for warm-up")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu only tests the benchmark")
+    parser.add_argument("--profile", action="store_true", help="where the GPU's time goes")
     options = parser.parse_args(argv)
     device = start_ranks("bench train", options.device, "cpu:gloo,cuda:nccl")
     is_tiny = not device.is_gpu
     for text in options.systems.split(","):
         system = parse_system(text, dist.get_world_size())
         size = TrainingSize(options.layers, options.sequences, options.length, options.most, is_tiny)
-        row = measure(system, size, device, options.steps)
+        row = measure(system, size, device, options.steps, options.profile)
         row |= predict(system, size, device.type)
         row["mfu"] = row.pop("ideal_ms") / row["ms"]
         _free_memory(device)
@@ -140,6 +140,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if dist.get_rank() == 0:
             numbers = "  ".join(f"{name} {value:.4g}" for name, value in row.items() if isinstance(value, float))
             print(f"{text:18} {numbers}", flush=True)
+            for kernel in row.get("kernels", [])[:SHOWN_KERNELS]:
+                print(f"    {kernel['ms']:8.2f} ms {kernel['calls']:6} x {kernel['kernel'][:90]}", flush=True)
             if options.out:
                 append_row(row, options.out)
     dist.destroy_process_group()

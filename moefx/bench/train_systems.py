@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,13 +15,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 
-from .layers import build_model
+from .layers import build_model, list_kernels
 from .rank_device import RankDevice
 
 _AXES = ("pp", "dp", "ep")
 _SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev")
 _DISPATCHES = ("flat", "dedup", "rbd", "halo", "gather", "pull")
-_PEER = "grouped_mm"
+_PEER, _GRAPH = "grouped_mm", "graph"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +49,7 @@ class System:
         pp, dp, ep: ranks along each axis. Ranks of "dp" and "ep" have sequences of their own.
         schedule: of the pipeline, "" without one. dispatch: "" for the default.
         is_compiled: by moefx, else transformers' `grouped_mm`.
+        is_captured: whether a step is one CUDA graph.
     """
 
     name: str
@@ -56,6 +59,7 @@ class System:
     schedule: str
     dispatch: str
     is_compiled: bool
+    is_captured: bool
 
     @property
     def data_ranks(self) -> int:
@@ -80,7 +84,7 @@ class System:
 def parse_system(text: str, ranks: int) -> System:
     """Parse "fsdp", or axes with their ranks such as "pp2xdp2xep2". An axis without a number has all ranks left.
 
-    A schedule, a dispatch or "grouped_mm" follow: "pp2xep4:zbv", "ep:gather", "pp2xep4:1f1b+gather".
+    A schedule, a dispatch, "grouped_mm" or "graph" follow: "pp2xep4:zbv", "ep:gather+graph", "pp2xep4:1f1b+gather".
 
     Raises:
         ValueError: the axes have not as many ranks as there are, or a word is unknown.
@@ -100,7 +104,7 @@ def parse_system(text: str, ranks: int) -> System:
         sizes[open_axis], taken = ranks // taken, ranks // taken * taken
     if taken != ranks:
         raise ValueError(f"system {text!r} is for {taken} ranks, there are {ranks}")
-    schedule, dispatch, is_compiled = "", "", True
+    schedule, dispatch, is_compiled, is_captured = "", "", True, False
     for word in filter(None, words.split("+")):
         if word in _SCHEDULES and "pp" in axes:
             schedule = word
@@ -108,11 +112,13 @@ def parse_system(text: str, ranks: int) -> System:
             dispatch = word
         elif word == _PEER and "pp" not in axes and "ep" not in axes:
             is_compiled = False
+        elif word == _GRAPH and "pp" not in axes:
+            is_captured = True
         else:
-            raise ValueError(f"system {text!r}: {word!r} is no schedule, dispatch or {_PEER!r} that fits")
+            raise ValueError(f"system {text!r}: {word!r} is no schedule, dispatch, {_PEER!r} or {_GRAPH!r} that fits")
     schedule = schedule or ("1f1b" if "pp" in axes else "")
     pp, dp, ep = sizes.values()
-    return System(text, pp, dp, ep, schedule, dispatch, is_compiled)
+    return System(text, pp, dp, ep, schedule, dispatch, is_compiled, is_captured)
 
 
 def compute_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -134,7 +140,10 @@ class Training:
         )
         self.vocab_size = self.model.config.vocab_size
         self.model = self._spread(self.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=True)
+        # a captured AdamW(foreach=True) divides DTensors by plain tensors, the numbers of steps, and DTensor raises
+        parameters, is_captured = self.model.parameters(), system.is_captured
+        self.optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True, capturable=is_captured)
+        self.train_captured = moefx.capture_step(self.train) if system.is_captured else None
         # ranks of one pipeline have the same tokens
         self.generator = torch.Generator(device.type).manual_seed(1 + dist.get_rank() % system.data_ranks)
 
@@ -166,9 +175,11 @@ class Training:
             fully_shard(layer, mesh=mesh)
         return fully_shard(model, mesh=mesh)
 
-    def compute_gradients(self) -> Tensor:
+    def draw_ids(self) -> Tensor:
         size = self.microbatches * self.sequences, self.length
-        ids = torch.randint(0, self.vocab_size, size, device=self.device.type, generator=self.generator)
+        return torch.randint(0, self.vocab_size, size, device=self.device.type, generator=self.generator)
+
+    def compute_gradients(self, ids: Tensor) -> Tensor:
         if self.system.schedule:
             return self.model.step(input_ids=ids, target=ids)
         total = torch.zeros((), device=self.device.type)
@@ -183,3 +194,36 @@ class Training:
     def update(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def train(self, ids: Tensor) -> Tensor:
+        loss = self.compute_gradients(ids)
+        self.update()
+        return loss
+
+    def measure_step(self) -> tuple[Tensor, float, float]:
+        """Run a step. Returns its loss, its ms without the optimizer, and the ms of the optimizer (0 in a graph)."""
+        ids, losses = self.draw_ids(), list[Tensor]()
+        if (train_captured := self.train_captured) is not None:
+            ms = self._measure_ms(lambda: losses.append(train_captured(ids)))
+            return losses[0], ms, 0.0
+        gradients_ms = self._measure_ms(lambda: losses.append(self.compute_gradients(ids)))
+        return losses[0], gradients_ms, self._measure_ms(self.update)
+
+    def profile_kernels(self) -> list[dict[str, Any]]:
+        """Profile one step. Returns name, ms and calls of its kernels, the longest first."""
+        with torch.profiler.profile() as profile:
+            self.measure_step()
+        return list_kernels(profile.key_averages())
+
+    def free(self) -> None:
+        """Free the CUDA graph."""
+        if self.train_captured is not None:
+            self.train_captured.free()
+
+    def _measure_ms(self, run: Callable[[], object]) -> float:
+        self.device.synchronize()
+        dist.barrier()
+        begin = time.perf_counter()
+        run()
+        self.device.synchronize()
+        return (time.perf_counter() - begin) * 1e3
