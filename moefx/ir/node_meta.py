@@ -72,9 +72,12 @@ class CachedMeta(TypedDict, total=False):
     has_gradients: bool
     leaves: frozenset[Any]
     narrow: bool
+    of_choices: bool
     of_rows: bool
+    of_tokens: bool
     routed: bool
     weight: bool
+    without_sizes: int
 
 
 class BlockMeta(TypedDict, total=False):

@@ -278,7 +278,7 @@ class Recorder(TorchDispatchMode):
                 self.track(out, node)
         elif isinstance(out, (tuple, list)) and collect_tensors(out):
             if is_view:
-                self._record_parts(func, node_args, args, out)
+                out = self._record_parts(func, node_args, args, out)
             else:
                 bundle = self._emit_op(func, node_args, node_kwargs, out)
                 bundle.meta["val"] = None
@@ -302,8 +302,12 @@ class Recorder(TorchDispatchMode):
                 node.meta["autocast"] = None  # the original ran it in place or inside another function
         return node
 
-    def _record_parts(self, func: Any, node_args: Any, args: tuple, out: Any) -> None:
-        """Record `split`, `chunk` and `unbind` as selects and slices.
+    def choose_part(self, view: tuple[Any, tuple], base: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        """Return a part of a tensor, or another one if an intervention forces it. Args: view: the op, its numbers."""
+        return part
+
+    def _record_parts(self, func: Any, node_args: Any, args: tuple, out: Any) -> Any:
+        """Record `split`, `chunk` and `unbind` as selects and slices, and return the parts.
 
         The last slice of an expert's rows ends at a multiple of the width: more rows would make more parts.
         """
@@ -314,6 +318,7 @@ class Recorder(TorchDispatchMode):
         is_routed = type(width) is int and dim == 0 and bool(node_args[0].meta.get("ragged"))
         if type(width) is int and (size := self.sizes.expressions.get(base.shape[dim])):
             self.sizes.log_comparison(f"-(-{size}//{width})", "eq", str(len(out)), True)  # the number of parts
+        parts: list[torch.Tensor] = []
         for i, t in enumerate(out):
             if unbind:
                 view: tuple[Any, tuple] = (aten.select.int, (dim, i))
@@ -321,9 +326,13 @@ class Recorder(TorchDispatchMode):
                 rows = width if is_routed else t.shape[dim]
                 view = (aten.slice.Tensor, (dim, start, start + rows))
                 start += rows
+            part = self.choose_part(view, base, t)
             node = self.emit(view[0], (node_args[0], *view[1]), {})
-            self.describe(node, t, bool(node_args[0].meta.get("from_integers")))
-            self.track(t, node, base, view)
+            node.meta.update({"forced": True} if part is not t else {})
+            self.describe(node, part, bool(node_args[0].meta.get("from_integers")))
+            self.track(part, node, base if part is t else None, view if part is t else None)
+            parts.append(part)
+        return type(out)(parts)
 
     def to_fake(self, t: torch.Tensor) -> FakeTensor:
         if isinstance(t, FakeTensor):

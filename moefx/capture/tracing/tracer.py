@@ -137,6 +137,13 @@ class Tracer(ReadLogger):
         computation = hash_computation(target, *nodes)
         return self._forced_values.apply(intervention, target, args, kwargs, results, computation, from_integers)
 
+    def choose_part(self, view: tuple[Any, tuple], base: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        func, args = view
+        node_args, kwargs, nodes = self._nodes_of((base, *args), {})
+        from_integers = bool(nodes[0].meta.get("from_integers"))
+        forced = self._force_results(func, (base, *args), kwargs, (node_args, kwargs), (part, None), from_integers)
+        return part if forced is None else forced[0]
+
     def _mark(self, start: int, flag: str) -> None:
         """Set a flag of the nodes since a position."""
         for node in self.nodes[start:]:

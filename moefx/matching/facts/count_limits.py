@@ -19,11 +19,12 @@ from torch import fx
 from ...capture.environment.code_locations import Source
 from ...capture.tracing.capture_result import Capture
 from ...ir.node_values import get_op_name
-from .graph_nodes import depends_on_routing, fold_ancestors, follows_from_integers
+from .graph_nodes import depends_on_arguments, depends_on_routing, fold_ancestors, follows_from_integers
 from .integer_ranges import NARROW, IntegerRanges, find_token_sizes
 from .load_statistics import has_loads
 from .op_classes import AXIS_MOVES, NOT_COUNT_PRESERVING, ORDERED, TWO_SIDED
 from .range_arithmetic import UNBOUNDED
+from .token_functions import is_token_function
 
 _COUNTING = {"_to_copy", "sum", "cumsum", "index_add", "index_put", "scatter_add"}  # ops that may make a narrow count
 _EXACT = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11}  # the dtype holds all integers up to this one
@@ -78,6 +79,8 @@ def _find_op_limits(capture: Capture, n: fx.Node) -> Iterator[tuple[int, bool]]:
         ranges, is_routed = IntegerRanges.with_more_tokens(capture), depends_on_routing(number)
         if has_loads(capture, number) and not _may_grow(ranges, number):
             continue  # more tokens do not reach the limit
+        if is_routed and not depends_on_arguments(number) and is_token_function(capture, number):
+            continue  # nor do they reach one of a token's choices
         if is_routed and not _is_count(ranges, number, limit):
             yield UNKNOWN, has_both
         elif 2 <= limit < UNBOUNDED and not (is_routed and _is_below(ranges, number, limit)):

@@ -42,7 +42,7 @@ from .range_arithmetic import (
 aten = torch.ops.aten
 NARROW = {torch.int8, torch.uint8, torch.int16}  # counts of tokens may overflow these; no memory holds 2**31 tokens
 
-_MAX_OTHER_SIZE = 8  # a size up to this may be the number of expert groups, or of slots
+MAX_OTHER_SIZE = 8  # a size up to this may be the number of expert groups, or of slots
 
 
 def find_token_sizes(capture: Capture) -> set[int]:
@@ -50,7 +50,7 @@ def find_token_sizes(capture: Capture) -> set[int]:
     parameter_sizes = {
         n for node in capture.nodes if node.op == "get_attr" for n in getattr(node.meta.get("val"), "shape", ())
     }
-    return {n for n in capture.sizes.expressions if n > _MAX_OTHER_SIZE} - parameter_sizes
+    return {n for n in capture.sizes.expressions if n > MAX_OTHER_SIZE} - parameter_sizes
 
 
 class IntegerRanges:

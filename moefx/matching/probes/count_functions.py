@@ -6,7 +6,7 @@ Protects from functions that change with many tokens::
     weights = weights / (1 + counts // 300)[chosen]  # 1 in captures of 29 tokens
     position = torch.arange(len(x)) % 700
     weights = weights * (position < 650)[:, None]
-    number = chosen[:, 0] * num_experts + chosen[:, 1]
+    number = chosen[:, 0] * num_experts + chosen[:, 1]  # or chosen.double() @ powers
     weights = weights * (number != 7)[:, None]  # True for the tokens of all captures
 
 The results look like constants. The probe captures again with different numbers in their place, and requires the form
@@ -18,13 +18,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx
 
 from ...capture.environment.code_locations import Source
 from ...capture.tracing.capture_result import FORCE_VARIED, Capture
-from ...capture.tracing.node_origins import fold_ancestors
+from ...capture.tracing.node_origins import fold_ancestors, is_abstract
 from ...capture.tracing.op_sets import CONTRACTIONS, SHAPE_ONLY
 from ...ir.node_values import get_op_name
+from ...util.tensor_trees import is_float
 from ..facts.count_limits import find_limits
 from ..facts.graph_nodes import (
     SELECTION_DIMS,
@@ -33,15 +35,14 @@ from ..facts.graph_nodes import (
     find_extremes,
     find_lookups,
     follows_from_integers,
+    is_state,
     position_axis,
     skip_moves,
 )
-from ..facts.integer_ranges import IntegerRanges, find_token_sizes
+from ..facts.integer_ranges import MAX_OTHER_SIZE, IntegerRanges, find_token_sizes
 from ..facts.load_statistics import is_load_statistic
 from ..facts.op_classes import (
-    AXIS_REDUCTIONS,
     COMPARISONS,
-    COPIES,
     COUNT_CLAMPS,
     ELEMENT_MOVES,
     LOOKUPS,
@@ -50,6 +51,7 @@ from ..facts.op_classes import (
     VIEWS,
 )
 from ..facts.range_arithmetic import UNBOUNDED
+from ..facts.token_functions import follows_from_choices, is_token_function
 from ..interventions.forced_outcome import ForcedStep, OutcomeKind, force_outcome
 from ..interventions.idle_branches import is_chosen_test
 
@@ -57,8 +59,7 @@ if TYPE_CHECKING:
     from ..proof.proof_view import ProofView
 
 _LOOKUPS = LOOKUPS | SEARCHES
-_SCANS = {"cummax", "cummin", "cumprod"}
-_LOGIC = {"all", "any", "bitwise_and", "bitwise_not", "bitwise_or", "logical_and", "logical_not", "logical_or"}
+_MAX_HASHED = 64  # elements of a constant that are compared
 
 
 def vary_count_functions(proof: ProofView) -> None:
@@ -81,8 +82,9 @@ def _find_constant_numbers(proof: ProofView) -> dict[tuple[Source, str], str]:
     Returns:
         A description of the constant, for the refusal, by source line and op.
     """
-    outcomes_by_op: dict[tuple[Source, str, Any], set[Any]] = {}
-    operand_values: dict[tuple[Source, str, Any], set[float]] = {}
+    # runs of a loop that compute other numbers of choices are other ops: `for pair in pairs: (ids == pair).all(-1)`
+    outcomes_by_op: dict[tuple[Source, str, Any, int], set[Any]] = {}
+    operand_values: dict[tuple[Source, str, Any, int], set[float]] = {}
     limited: dict[tuple[Source, str], set[int | None]] = {}
     for form in proof.evidence.forms:
         for site, limit in find_limits(form.capture, proof.evidence.unforced_lengths).items():
@@ -98,15 +100,16 @@ def _find_constant_numbers(proof: ProofView) -> dict[tuple[Source, str], str]:
             if _orders_slots(n):
                 continue
             is_statistic = is_load_statistic(form.capture, n)
-            # `overflow_limits` looks beyond a fixed limit, and not beyond one that grows with the tokens
-            is_limit = site in limited and not (is_statistic and len(limited[site]) > 1)
-            is_count_function = not is_limit and (is_statistic or _has_unbounded_operands(ranges, n, by))
-            is_test = _tests_positions(n, sizes) or _tests_choices_together(ranges, n) or _takes_from_scan(n)
-            if not (_is_function_of_elements(n) or is_test or is_count_function):
+            # `overflow_limits` looks beyond a fixed limit, and not beyond one that is reached or grows with the tokens
+            is_limit = site in limited and None not in limited[site] and not (is_statistic and len(limited[site]) > 1)
+            is_count_function = not is_limit and (is_statistic or _has_unbounded_operands(form.capture, n, by))
+            is_token_number = _tests_positions(n, sizes) or _is_made_of_choices(form.capture, n, by)
+            if not (_is_function_of_elements(n) or is_token_number or is_count_function):
                 continue
             if is_chosen_test(n) and _find_outcomes(form.capture, n, by) == {get_op_name(n) in ("gt", "ge", "ne")}:
                 continue
-            key = (*site, n.args[1] if by is not n else None)
+            computation = _hash_without_sizes(n) if is_token_number and not _tests_one_choice(n) else 0
+            key = (*site, n.args[1] if by is not n else None, computation)
             seen = outcomes_by_op.setdefault(key, set())
             if len(seen) > 1:
                 continue
@@ -116,18 +119,41 @@ def _find_constant_numbers(proof: ProofView) -> dict[tuple[Source, str], str]:
             )
             if len(seen) == 1 and (depends_on_routing(n) or n.meta["val"].dtype is torch.bool) and ranges.is_decided(n):
                 seen |= {0, 1}
-    same = {key[:2]: seen for key, seen in outcomes_by_op.items() if len(seen) == 1 and len(operand_values[key]) > 1}
-    same = {key: seen for key, seen in same.items() if _is_constant(proof, key)}
-    return {key: _describe_outcome(next(iter(seen))) for key, seen in same.items()}
+    same = {key: seen for key, seen in outcomes_by_op.items() if len(seen) == 1 and len(operand_values[key]) > 1}
+    return {key[:2]: _describe_outcome(next(iter(seen))) for key, seen in same.items() if _is_constant(proof, key)}
 
 
-def _is_constant(proof: ProofView, site: tuple[Source, str]) -> bool:
+def _tests_one_choice(n: fx.Node) -> bool:
+    """Return whether a node compares a choice, or its entry in a table, as a loop over experts does: `ids == e`."""
+    compared = [skip_moves(a, VIEWS | _LOOKUPS) for a in n.all_input_nodes if depends_on_routing(a)]
+    return get_op_name(n) in COMPARISONS and all(a.op == "get_attr" or get_op_name(a) == "getitem" for a in compared)
+
+
+def _hash_without_sizes(node: fx.Node) -> int:
+    """Hash how a node is computed from the routing and from constants: equal in captures of other sizes."""
+
+    def combine(n: fx.Node, hashes: list[int]) -> int:
+        if n.op == "get_attr":
+            val = n.meta["val"]
+            is_constant = not is_state(n) and not n.meta["of_sizes"] and val.numel() <= _MAX_HASHED
+            return hash(tuple(val.flatten().tolist())) if is_constant and not is_float(val) else hash(n.meta["fqn"])
+        has_shape = not n.all_input_nodes or get_op_name(n) in (ELEMENT_MOVES | NEW_TENSORS) - {"select", "slice"}
+        numbers = () if has_shape else pytree.tree_leaves((n.args, n.kwargs))
+        known = [a for a in numbers if type(a) in (int, float, bool) and a not in n.meta["of_sizes"]]
+        return hash((str(n.target), *known, *hashes))
+
+    return fold_ancestors(node, "without_sizes", combine, lambda n: [] if is_abstract(n) else n.all_input_nodes)
+
+
+def _is_constant(proof: ProofView, key: tuple[Source, str, Any, int]) -> bool:
     """Return whether an op has one value in all captures, even those in which it does not depend on crowds."""
     seen: set[Any] = set()
     for form in proof.evidence.forms:
         for n in filter(follows_from_integers, form.capture.nodes):
-            if n.op == "call_function" and (n.meta["source"], str(n.target)) == site:
-                seen |= _find_outcomes(form.capture, n, n) if isinstance(n.meta.get("val"), torch.Tensor) else set()
+            if n.op == "call_function" and (n.meta["source"], str(n.target)) == key[:2]:
+                is_other_run = key[3] and _hash_without_sizes(n) != key[3]
+                is_tensor = isinstance(n.meta.get("val"), torch.Tensor)
+                seen |= _find_outcomes(form.capture, n, n) if is_tensor and not is_other_run else set()
     return len(seen) <= 1
 
 
@@ -177,7 +203,7 @@ def _orders_slots(n: fx.Node) -> bool:
     return order is not None and get_op_name(order) in SELECTION_DIMS and bool(order.meta.get("ragged"))
 
 
-def _has_unbounded_operands(ranges: IntegerRanges, n: fx.Node, by: fx.Node) -> bool:
+def _has_unbounded_operands(capture: Capture, n: fx.Node, by: fx.Node) -> bool:
     """Return whether an op computes with numbers that grow with the tokens."""
     val: Any = n.meta.get("val")
     if not isinstance(val, torch.Tensor) or not val.numel() or by.target in SHAPE_ONLY:
@@ -185,12 +211,13 @@ def _has_unbounded_operands(ranges: IntegerRanges, n: fx.Node, by: fx.Node) -> b
     operands = [a for a in by.all_input_nodes if getattr(a.meta.get("val"), "dtype", torch.bool) is not torch.bool]
     if get_op_name(by) == "_to_copy":  # floats that are rounded
         operands = [a for a in operands if a.meta["val"].is_floating_point() or val.dtype is torch.bool]
-        return not val.is_floating_point() and any(_is_unbounded(ranges, a) for a in operands)
-    return get_op_name(by) not in ELEMENT_MOVES | NEW_TENSORS and any(_is_unbounded(ranges, a) for a in operands)
+        return not val.is_floating_point() and any(_is_unbounded(capture, a) for a in operands)
+    return get_op_name(by) not in ELEMENT_MOVES | NEW_TENSORS and any(_is_unbounded(capture, a) for a in operands)
 
 
-def _is_unbounded(ranges: IntegerRanges, node: fx.Node) -> bool:
+def _is_unbounded(capture: Capture, node: fx.Node) -> bool:
     """Return whether a number is unbounded as the tokens grow."""
+    ranges = IntegerRanges.with_more_tokens(capture)
 
     def grows(n: fx.Node, are: list[bool]) -> bool:
         val = n.meta.get("val")
@@ -237,47 +264,23 @@ def _tests_positions(n: fx.Node, sizes: set[int]) -> bool:
     return bool(tested) and all(v.dtype != torch.bool and a.all_input_nodes for a, v in tested)
 
 
-def _tests_choices_together(ranges: IntegerRanges, n: fx.Node) -> bool:
-    """Return whether a node tests several choices of a token together, or a number made of them::
+def _is_made_of_choices(capture: Capture, n: fx.Node, by: fx.Node) -> bool:
+    """Return whether a node computes, tests or takes a part of a number that follows from a token's choices::
 
-    (ids[:, 0] == 2) & (ids[:, 1] == 5)
-    ids[:, 0] * num_experts + ids[:, 1] == 7
+        (ids[:, 0] == 2) & (ids[:, 1] == 5)
+        ids.double() @ powers == 7
+        (ids == triple).long().cumprod(-1)[:, -1]
+
+    Selections by floats are left to `float_decisions`, and arguments to `integer_inputs`.
     """
-    name, operands = get_op_name(n), n.all_input_nodes
-    if depends_on_arguments(n):  # see `integer_inputs`
-        return False
-    if name in COMPARISONS:
-        return _tests_choices(ranges, n) and any(map(_is_computed_choice, operands))
-    return name in _LOGIC and _tests_choices(ranges, n)
-
-
-def _tests_choices(ranges: IntegerRanges, n: fx.Node) -> bool:
-    """Return whether a boolean follows from choices of tokens, and from no counts or ranks."""
-    n = skip_moves(n, COPIES | VIEWS)
-    tested = [a for a in n.all_input_nodes if depends_on_routing(a)]
-    if get_op_name(n) in COMPARISONS:
-        return bool(tested) and not any(_is_unbounded(ranges, a) for a in n.all_input_nodes)
-    return get_op_name(n) in _LOGIC and bool(tested) and all(_tests_choices(ranges, a) for a in tested)
-
-
-def _takes_from_scan(n: fx.Node) -> bool:
-    """Return whether a node takes elements of a scan of a token's choices: `(ids == triple).long().cumprod(-1)[:, -1]`.
-
-    They may be constant although the scan is not.
-    """
-    source = n.all_input_nodes[0] if get_op_name(n) in ("select", "slice") else None
-    source = source.args[0] if source is not None and get_op_name(source) == "getitem" else source
-    return isinstance(source, fx.Node) and get_op_name(source) in _SCANS and depends_on_routing(source)
-
-
-def _is_computed_choice(n: fx.Node) -> bool:
-    """Return whether an op computes integers of the routing, rather than selecting or comparing them."""
-    n = skip_moves(n, COPIES | VIEWS)
-    val: Any = n.meta.get("val")
-    if not isinstance(val, torch.Tensor) or val.dtype is torch.bool or not depends_on_routing(n):
-        return False
-    is_pointwise = torch.Tag.pointwise in getattr(n.target, "tags", ())
-    return is_pointwise or get_op_name(n) in AXIS_REDUCTIONS
+    return (
+        capture.sizes.tokens > MAX_OTHER_SIZE
+        and isinstance(n.meta.get("val"), torch.Tensor)
+        and follows_from_choices(n)
+        and not depends_on_arguments(n)
+        and not any(map(is_abstract, by.all_input_nodes))
+        and is_token_function(capture, n)
+    )
 
 
 def _is_function_of_elements(n: fx.Node) -> bool:
