@@ -39,7 +39,7 @@ def run_row(row: Row, limit: float, log: Path, is_dry: bool) -> tuple[str, str, 
             process = subprocess.Popen(
                 build_command(row, out, is_dry),
                 cwd=ROOT,
-                env=build_environment(),
+                env=build_environment(is_dry),
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
@@ -67,9 +67,11 @@ def build_command(row: Row, out: Path, is_dry: bool) -> list[str]:
     return [*command, row.module, *row.arguments, "--out", str(out)]
 
 
-def build_environment() -> dict[str, str]:
+def build_environment(is_dry: bool) -> dict[str, str]:
+    """Return the environment of a row. A dry run sees no GPU: ranks that are forks could not use it."""
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if is_dry else {}
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
-    return {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    return {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | hidden
 
 
 def read_results(out: Path) -> list[dict[str, Any]]:

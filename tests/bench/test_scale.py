@@ -247,7 +247,7 @@ def test_a_dry_run_of_rows_of_each_kind(tmp_path):
     names = [f"ssmb/{shape}/tp=2/2", "model/pp:1f1b/2", "stragglers/exchanges/2", "failures/gather/2"]
     done = subprocess.run(
         [sys.executable, "-c", DRY, str(tmp_path), *names, f"skew/{shape}/2"],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        cwd=ROOT, env=launcher.build_environment(is_dry=True), capture_output=True, text=True,
         timeout=280,
     )  # fmt: skip
     assert sorted(line for line in done.stdout.splitlines() if line.endswith(" []")) == sorted(
