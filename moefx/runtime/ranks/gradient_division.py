@@ -1,4 +1,4 @@
-"""Divide the gradients of a block's experts, which are sums over ranks, so that they are of the mean loss."""
+"""Divide the gradients of a block's experts, sums over all data ranks, by the number of ranks, for the mean loss."""
 
 from __future__ import annotations
 
@@ -16,31 +16,42 @@ def divide_gradients(block: nn.Module, parameters: Collection[nn.Parameter], div
     """Divide the gradients of these parameters of a block by `divisor` in each backward."""
     if divisor > 1:
         names = [name for name, parameter in block.named_parameters() if parameter in parameters]
-        divide = GradientDivision(names, divisor)
-        divide.install(block)
-        block.register_forward_pre_hook(divide)
+        division = GradientDivision(block, names, divisor)
+        division.install()
+        block.register_forward_pre_hook(division.before_forward)
+        block.register_load_state_dict_post_hook(division.after_load)
 
 
 class GradientDivision:
-    """Hooks that divide the gradients of parameters, and the hook of their block that keeps them in place.
+    """Hooks that divide the gradients of parameters, and the hooks of their block that keep them in place.
 
-    torch drops the hooks of a parameter without a word where another tensor takes its place: in `to_empty`, in
-    `load_state_dict(assign=True)`, and in a copy of the block. So each forward installs those that are missing.
+    torch drops the hooks of a parameter without a word if another tensor takes its place: in `to_empty`, in
+    `load_state_dict(assign=True)`, and in a copy of the block. So each forward, trace and load installs missing ones.
 
     Args:
         names: the parameters' names in the block.
     """
 
-    def __init__(self, names: Collection[str], divisor: int):
-        self.names, self.divisor = tuple(names), divisor
+    def __init__(self, block: nn.Module, names: Collection[str], divisor: int):
+        self.block, self.names, self.divisor = block, tuple(names), divisor
 
-    def __call__(self, block: nn.Module, inputs: Any) -> None:
-        if not torch.compiler.is_compiling():  # a trace comes after `parallelize`, which has installed them
-            self.install(block)
+    def before_forward(self, block: nn.Module, inputs: Any) -> None:
+        if torch.compiler.is_compiling():
+            self._prepare_trace()
+        else:
+            self.install()
 
-    def install(self, block: nn.Module) -> None:
+    def after_load(self, block: nn.Module, incompatible_keys: Any) -> None:
+        self.install()
+
+    @torch.compiler.assume_constant_result
+    def _prepare_trace(self) -> bool:
+        self.install()
+        return True
+
+    def install(self) -> None:
         for name in self.names:
-            _, parameter = find_owner_and_tensor(block, name)
+            _, parameter = find_owner_and_tensor(self.block, name)
             if not parameter.requires_grad:
                 continue
             hooks: Any = parameter._backward_hooks
