@@ -149,3 +149,18 @@ ORDINARY = {
 @pytest.mark.parametrize("weigh", ORDINARY.values(), ids=ORDINARY)
 def test_ordinary_numbers_of_choices_need_no_guard(weigh):
     assert not _check(weigh).fallbacks
+
+
+MASKS = {
+    "even sums": lambda w, ids: _drop(w, ids.sum(-1) % 2 == 0),
+    "odd sums": lambda w, ids: _drop(w, ids.sum(-1) % 2 == 1),
+    "odd last choices": lambda w, ids: _drop(w, ids[:, -1] % 2 == 1),
+    "neighbours": lambda w, ids: _drop(w, (ids[:, 0] - ids[:, 1]).abs() < 2),
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("weigh", MASKS.values(), ids=MASKS)
+def test_masks_of_many_combinations(weigh):
+    """Some of a few tokens that choose the same experts are kept, for other experts than the first."""
+    assert not _check(weigh).fallbacks

@@ -8,7 +8,7 @@ else:
 * `skewed`: some experts get most tokens, and about a third of the experts gets none;
 * `overloaded`: nearly all tokens choose the same experts, so every capacity overflows; if there are more than three
   experts, one gets no token;
-* `concentrated`: all tokens choose the same experts, and the other experts get none;
+* `concentrated`: all tokens choose expert `seed` and the same other ones; the rest get none;
 * `even`: each expert is the first choice of equally many consecutive tokens; the first expert gets the remainder;
 * `contested`: as `overloaded`, and the first choice of some tokens is the second choice of others;
 * `spared`: only tokens that `prefer` expert `seed` choose it;
@@ -150,13 +150,22 @@ class Routing:
         if self.kind == "skewed":
             base[:, self._order_experts(n)[_count_live(n) :]] -= 4.0  # even if there are more slots than live experts
         for row, expert in enumerate(self.prefer[:rows]):
-            if expert < n:  # with its neighbours, so that a choice of groups selects it too
+            if expert < n:
                 base[row] = torch.rand(n, generator=self.generator, dtype=torch.float64) - 3.0
-                next_experts = (expert + torch.arange(min(n, ranks))) % n
+                next_experts = (expert + self._choose_distances(n, is_again=expert in self.prefer[:row]))[:ranks] % n
                 base[row, next_experts] = 3.0 - step * torch.arange(len(next_experts), dtype=torch.float64)
                 if self.kind == "unsure":
                     base[row] = 0.01 * base[row] - (0, 8)[self.seed // n % 2]
         return base
+
+    def _choose_distances(self, n: int, is_again: bool) -> torch.Tensor:
+        """Return the distances from a preferred expert to the token's later choices, first 0.
+
+        Neighbours first, so that a choice of groups selects the expert too. In any order for further tokens of the
+        expert: a program may mask neighbours.
+        """
+        others = torch.randperm(n - 1, generator=self.generator) if is_again else torch.arange(n - 1)
+        return torch.cat([torch.zeros(1, dtype=torch.int64), 1 + others])
 
     def _choose_experts(self, rows: int, n: int, rank: int) -> torch.Tensor:
         if self.kind in ("diverse", "spared", "unsure"):
@@ -175,10 +184,11 @@ class Routing:
             live_experts = self._order_experts(n)[: _count_live(n)]
             weight[live_experts] = 1.0 / torch.arange(1, len(live_experts) + 1, dtype=torch.float64)
             return torch.multinomial(weight, rows, replacement=True, generator=self.generator)
-        popular_expert = (self.seed + rank) % n
-        choice = torch.full((rows,), popular_expert)
         if self.kind == "concentrated":
-            return choice
+            # neighbours at first. Larger seeds leave a gap: a program may mask neighbours, or odd sums of their numbers
+            distance = 1 + (rank - 1 + self.seed // n) % max(1, n - 1) if rank else 0
+            return torch.full((rows,), (self.seed + distance) % n)
+        choice = torch.full((rows,), (self.seed + rank) % n)
         is_stray = torch.rand(rows, generator=self.generator, dtype=torch.float32) < 0.1
         stray_experts = torch.randint(0, n, (rows,), generator=self.generator)
         if n > 3:

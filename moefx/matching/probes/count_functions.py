@@ -136,11 +136,11 @@ def _hash_without_sizes(node: fx.Node) -> int:
         if n.op == "get_attr":
             val = n.meta["val"]
             is_constant = not is_state(n) and not n.meta["of_sizes"] and val.numel() <= _MAX_HASHED
-            return hash(tuple(val.flatten().tolist())) if is_constant and not is_float(val) else hash(n.meta["fqn"])
+            return hash(repr(val.tolist()) if is_constant and not is_float(val) else n.meta["fqn"])
         has_shape = not n.all_input_nodes or get_op_name(n) in (ELEMENT_MOVES | NEW_TENSORS) - {"select", "slice"}
         numbers = () if has_shape else pytree.tree_leaves((n.args, n.kwargs))
         known = [a for a in numbers if type(a) in (int, float, bool) and a not in n.meta["of_sizes"]]
-        return hash((str(n.target), *known, *hashes))
+        return hash(repr((str(n.target), known, hashes)))  # Python hashes -1 and -2 alike
 
     return fold_ancestors(node, "without_sizes", combine, lambda n: [] if is_abstract(n) else n.all_input_nodes)
 

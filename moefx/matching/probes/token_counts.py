@@ -146,12 +146,14 @@ def _vary_few_tokens(proof: ProofView, sizes: dict[str, int]) -> None:
     differs: list[Refused] = []
     routings: list[tuple[RoutingKind, int]] = [("diverse", 5), ("concentrated", busy)]
     for kind, seed in routings:
-        form = _lift_first_routed(proof, kind, seed, sizes)
+        may_branch = not forms and not proof.size_choice.is_as_captured(sizes)
+        form = _lift_first_routed(proof, kind, seed, sizes, _MAX_TRIALS_ELSEWHERE if may_branch else _MAX_TRIALS)
         if isinstance(form, NothingRouted) and forms:
             form = Refused(
-                "no expert runs for a few tokens that all choose the same experts",
+                "no expert's result is used for a few tokens that all choose the same experts, for any of "
+                f"{_MAX_TRIALS} choices that were tried",
                 source=form.source,
-                remedy="run every expert that has tokens",
+                remedy="run every expert that has tokens, and mask fewer of the choices",
             )
         if isinstance(form, MoefxError):
             unclear.append(form)
@@ -169,12 +171,13 @@ def _vary_few_tokens(proof: ProofView, sizes: dict[str, int]) -> None:
 
 
 def _lift_first_routed(
-    proof: ProofView, kind: RoutingKind, seed: int, sizes: dict[str, int]
+    proof: ProofView, kind: RoutingKind, seed: int, sizes: dict[str, int], trials: int
 ) -> CanonicalForm | Exception:
     """Lift the first of several captures in which an expert runs: a few tokens may all be masked."""
     result: CanonicalForm | Exception = Refused("no routing was tried")
-    for n in range(_MAX_TRIALS if proof.size_choice.is_as_captured(sizes) else _MAX_TRIALS_ELSEWHERE):
-        result = _try_lift(proof, Routing(kind, seed + n * proof.num_experts), sizes)
+    for n in range(trials):
+        # numbers of both parities as first and as later choices
+        result = _try_lift(proof, Routing(kind, seed + n // 2 + n % 2 * proof.num_experts), sizes)
         if not isinstance(result, NothingRouted):
             break
     return result
