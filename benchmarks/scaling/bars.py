@@ -68,9 +68,9 @@ def _judge_layers(layers: dict[tuple[str, int], dict[str, Result]]) -> Iterator[
             found = best["strict_efficiency"]
             yield Bar(f"{shape} over {gpus}, best way", f">= {bar}", f"{found:.3f} by {best['way']}", found >= bar)
         eager = {way: ways[way]["ms"] for way in several if not way.endswith("+graph")}
-        least = min(eager, key=lambda way: eager[way])
+        least = min(eager, key=lambda way: eager[way], default="")
         for way in several:
-            if way.startswith("auto"):
+            if way.startswith("auto") and way in eager:
                 over = eager[way] / eager[least] - 1
                 found = f"{over:+.1%} behind {least} (chose {ways[way].get('dispatch', '?')})"
                 yield Bar(f"{shape} over {gpus}, {way}", f"within {_AUTO_BAR:.0%} of the best eager way", found,

@@ -42,6 +42,7 @@ def run_row(row: Row, limit: float, log: Path, is_dry: bool) -> tuple[str, str, 
                 env=build_environment(is_dry),
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
             try:
                 code = process.wait(limit)
@@ -93,8 +94,10 @@ def _cut_end(text: str) -> str:
 
 
 def end_processes(process: subprocess.Popen[Any]) -> None:
-    """End a process and its descendants, by their ids."""
+    """End a process and its descendants, by their ids, and all of its session, if it has ended itself."""
     if process.poll() is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         return
     descendants = list_descendants(process.pid)
     process.send_signal(signal.SIGTERM)
