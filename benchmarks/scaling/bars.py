@@ -1,4 +1,4 @@
-"""What is read off the results of `benchmarks/scale.py`: bars, ratios, strong scaling."""
+"""Compute targets that were met, ratios and strong scaling from the results of `benchmarks/scale.py`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Bar:
 
 
 def collect_results(records: Sequence[Record], prefix: str) -> list[Result]:
-    """Collect the results of all rows whose name begins so, of each row its last record. Adds "gpus"."""
+    """Return the results in the last record of each row whose name starts with `prefix`. Adds "gpus"."""
     last = {record.row: record for record in records}
     rows = [record for record in last.values() if record.row.startswith(prefix)]
     return [result | {"gpus": record.gpus} for record in rows for result in record.results]

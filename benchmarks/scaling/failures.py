@@ -5,7 +5,7 @@
 Rank 1 trains a layer with the others. Then it kills itself (SIGKILL) in the next step when it should start its part of
 an exchange of rows, or of a device-side barrier under "pull": the others have started theirs, and wait. With "+graph"
 it dies instead of replaying its graph. "forward" is the first exchange of the step, "backward" the last one. The others
-run two more steps: of several hops, not all have an exchange with rank 1 behind its last one.
+run two more steps: a rank without an exchange with rank 1 in this step notices its death in the next one.
 
 Reported for each other rank: whether it raised `RanksLost`, ended otherwise (a watchdog, a CUDA error), or still waited
 at the end; and the seconds from the death of rank 1. The limit of the ranks is `Plan(timeout=...)`.
@@ -42,7 +42,7 @@ from moefx.ir.ops import peer_memory, row_exchange, token_gather
 
 from .forked_ranks import fork_ranks
 
-VICTIM, SURVIVED = 1, "still waits"
+VICTIM, STILL_WAITS = 1, "still waits"
 _PORT = "port"
 _STARTS = 300.0  # seconds that ranks have until the step in which one dies
 _WORST = 3.0  # limits that a rank may wait, until it counts as one that still waits
@@ -56,16 +56,16 @@ class Killer:
     """Replaces the functions that start an exchange. Kills this process at a call of one of them.
 
     Attributes:
-        calls: so far. last: the call to die at; None to count only.
+        calls: so far. fatal_call: the call to die at; None to count only.
     """
 
     def __init__(self) -> None:
-        self.calls, self.last = 0, None
+        self.calls, self.fatal_call = 0, None
 
     def wrap(self, start: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             self.calls += 1
-            if self.last is not None and self.calls == self.last:
+            if self.fatal_call is not None and self.calls == self.fatal_call:
                 die()
             return start(*args, **kwargs)
 
@@ -127,7 +127,7 @@ def run_rank(way: str, moment: str, seconds: float, device_type: str, report: Pa
     device.synchronize()
     if rank == VICTIM:
         report.touch()
-        killer.last = {"forward": 1, "backward": killer.calls, "replay": None}[moment]
+        killer.fatal_call = {"forward": 1, "backward": killer.calls, "replay": None}[moment]
         killer.calls = 0
         if moment == "replay":
             time.sleep(0.2)
@@ -197,7 +197,7 @@ def _wait_for_others(processes: list[BaseProcess], end: float) -> dict[int, floa
 
 def _describe_end(rank: int, code: int, report: Path, seconds: float, has_ended: bool) -> dict[str, Any]:
     if not has_ended:
-        return dict(rank=rank, outcome=SURVIVED, message="", seconds=None)
+        return dict(rank=rank, outcome=STILL_WAITS, message="", seconds=None)
     if report.exists():
         return json.loads(report.read_text()) | dict(seconds=seconds)
     name = signal.Signals(-code).name if code < 0 else f"exit code {code}"

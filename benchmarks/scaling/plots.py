@@ -157,7 +157,7 @@ def _plot_skew(records: Sequence[Record], path: Path) -> bool:
     def draw(number: int, axes: Axes) -> None:
         own = [cost for cost in costs if (cost["shape"], cost["gpus"]) == cases[number]]
         axes.barh([cost["way"] for cost in own], [cost["ms"] / cost["uniform_ms"] for cost in own])
-        axes.axvline(own[0]["imbalance"], color="black", linewidth=0.8, label="rows of the busiest rank by the mean")
+        axes.axvline(own[0]["imbalance"], color="black", linewidth=0.8, label="rows of the busiest rank / mean")
         axes.set_xlabel("ms under Zipf's law by ms under uniform routing")
         axes.tick_params(labelsize=7)
         axes.legend(fontsize=7)

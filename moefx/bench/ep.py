@@ -10,7 +10,7 @@ from one profiled step the time of exchanges, of all other kernels, and of both 
 four H200s of one host), and its kernel occupies 16 multiprocessors.
 
 `--routing` skews the tokens' choices as in the other benchmarks. `imbalance` is the number of rows of the busiest rank
-by the mean: a step that follows the work takes as many times as long as one with equal ranks.
+divided by the mean: a step that follows the work takes as many times as long as one with equal ranks.
 
 With `--bytes` also the mean bytes that a rank sends in a step: as counted, by the formula for the tokens' experts, and
 by the planner's formula for uniform routing. With `--slow-rank` a step of rank 0 begins some milliseconds late.

@@ -33,7 +33,7 @@ class Layer(nn.Module):
         return choose_experts(self.router, self.bias, x, self.shape.K)
 
     def compute_imbalance(self, x: Tensor) -> float:
-        """Compute the rows of the busiest rank by the mean, for these tokens on this rank."""
+        """Compute the rows of the busiest rank divided by the mean, for these tokens on this rank."""
         rows = torch.bincount(self.choose(x)[1].flatten(), minlength=self.shape.E)
         dist.all_reduce(rows)
         by_rank = rows.view(dist.get_world_size(), -1).sum(1).double()

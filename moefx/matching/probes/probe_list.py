@@ -26,7 +26,7 @@ from .unreached_limits import overflow_limits
 
 _FLIP = Probe(flip_branches, "a branch of Python that took one way in all captures")
 _MIX = Probe(mix_decisions, "a comparison of floats with one outcome, which looks like a constant")
-_VARY_COUNTS = Probe(vary_count_functions, "a function of counts or positions with one value while tokens are few")
+_VARY_COUNTS = Probe(vary_count_functions, "a function of counts, positions or joint choices, constant for few tokens")
 _OVERFLOW = Probe(overflow_limits, "a capacity that no capture reached, so that nothing seems to be dropped")
 
 # Before captures are compared: each slot and each expert is in some capture.
