@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import datetime
 import json
+import multiprocessing
 import os
 import signal
 import tempfile
@@ -231,14 +232,23 @@ def main() -> None:
     parser.add_argument("--out", default=None)
     options = parser.parse_args()
     for moment in list_moments(options.way):
-        ends = run_moment(options.way, moment, options.ranks, options.seconds, options.device)
-        outcome = judge(ends)
-        row = dict(way=options.way, moment=moment, ranks=options.ranks, limit_s=options.seconds, ends=ends)
-        row |= dataclasses.asdict(outcome)
-        outcomes = ", ".join(f"rank {end['rank']} {end['outcome']} ({end['seconds']} s)" for end in ends)
-        print(f"{options.way} {moment}: {outcomes}", flush=True)
-        if options.out:
-            append_row(row, options.out)
+        # in a process of its own: the store leaves threads, and a process with threads should not fork the next ranks
+        process = multiprocessing.get_context("fork").Process(target=report_moment, args=(moment, options))
+        process.start()
+        process.join()
+        if process.exitcode:
+            raise SystemExit(1)  # it has printed its error
+
+
+def report_moment(moment: str, options: argparse.Namespace) -> None:
+    """Run one moment, and print and append what happened."""
+    ends = run_moment(options.way, moment, options.ranks, options.seconds, options.device)
+    row = dict(way=options.way, moment=moment, ranks=options.ranks, limit_s=options.seconds, ends=ends)
+    row |= dataclasses.asdict(judge(ends))
+    outcomes = ", ".join(f"rank {end['rank']} {end['outcome']} ({end['seconds']} s)" for end in ends)
+    print(f"{options.way} {moment}: {outcomes}", flush=True)
+    if options.out:
+        append_row(row, options.out)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ class VariantSet:
 
     Attributes:
         steps: the step of each variant.
-        failures: the reason of each variant that cannot run. missing: of those, peers that are not installed.
+        failures: the reason of each variant that cannot run. missing: the peers among them that are not installed.
         routes: how rows travel, of each variant that moefx spreads.
     """
 

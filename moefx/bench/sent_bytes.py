@@ -100,31 +100,35 @@ class _ReadColumns(list):
         return found
 
 
-@contextlib.contextmanager
-def count_sent_bytes() -> Iterator[SentBytes]:
+def count_sent_bytes() -> contextlib.AbstractContextManager[SentBytes]:
     """Count the bytes of exchanges of rows. A CUDA graph, which runs no Python, must not replay meanwhile."""
     from ..lowering import register  # noqa: F401 - registers kernels of the ops that are replaced below
 
-    counter = SentBytes()
-    with (
-        mock.patch.object(row_exchange, "start_all_to_all", counter.count_all_to_all(row_exchange.start_all_to_all)),
-        mock.patch.object(token_gather, "start_gather", counter.count_gather(token_gather.start_gather)),
-        mock.patch.object(token_gather, "start_scatter", counter.count_scatter(token_gather.start_scatter)),
-        mock.patch.object(peer_rows, "shared_columns", counter.share_columns(peer_rows.shared_columns)),
-        mock.patch.object(peer_rows, "read_rows", counter.count_read_rows(peer_rows.read_rows)),
-        mock.patch.object(peer_rows, "add_rows", counter.count_added_rows(peer_rows.add_rows)),
-    ):
-        yield counter
+    return _count(
+        (row_exchange, "start_all_to_all", SentBytes.count_all_to_all),
+        (token_gather, "start_gather", SentBytes.count_gather),
+        (token_gather, "start_scatter", SentBytes.count_scatter),
+        (peer_rows, "shared_columns", SentBytes.share_columns),
+        (peer_rows, "read_rows", SentBytes.count_read_rows),
+        (peer_rows, "add_rows", SentBytes.count_added_rows),
+    )
+
+
+def count_shard_bytes() -> contextlib.AbstractContextManager[SentBytes]:
+    """Count the bytes that gather the shards of a sequence, and add up their gradients (`Plan(sequence_axis=...)`)."""
+    return _count(
+        (sequence_shards, "start_gather", SentBytes.count_gather),
+        (sequence_shards, "start_scatter", SentBytes.count_scatter),
+    )
 
 
 @contextlib.contextmanager
-def count_shard_bytes() -> Iterator[SentBytes]:
-    """Count the bytes that gather the shards of a sequence, and add up their gradients (`Plan(sequence_axis=...)`)."""
+def _count(*functions: tuple[Any, str, Callable[[SentBytes, Callable[..., Any]], Any]]) -> Iterator[SentBytes]:
+    """Count by functions that replace those of these names in these modules."""
     counter = SentBytes()
-    with (
-        mock.patch.object(sequence_shards, "start_gather", counter.count_gather(sequence_shards.start_gather)),
-        mock.patch.object(sequence_shards, "start_scatter", counter.count_scatter(sequence_shards.start_scatter)),
-    ):
+    with contextlib.ExitStack() as replaced:
+        for module, name, wrap in functions:
+            replaced.enter_context(mock.patch.object(module, name, wrap(counter, getattr(module, name))))
         yield counter
 
 

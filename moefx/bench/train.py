@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--sequences", type=int, default=8, help="of a step, over all GPUs")
     parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
     parser.add_argument("--most", type=int, default=4, help="sequences of a forward on a rank, without a pipeline")
-    parser.add_argument("--steps", type=int, default=_STEPS, help=f"of which {_WARM_UP} are for warm-up")
+    parser.add_argument("--steps", type=int, default=_STEPS, help=f"steps to run; the first {_WARM_UP} are not timed")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu only tests the benchmark")
     parser.add_argument("--profile", action="store_true", help="where the GPU's time goes")
     options = parser.parse_args(argv)
