@@ -149,23 +149,27 @@ class Routing:
             base[:, self._spared_expert(n)] -= 4.0
         if self.kind == "skewed":
             base[:, self._order_experts(n)[_count_live(n) :]] -= 4.0  # even if there are more slots than live experts
+        preferred = set[int]()
         for row, expert in enumerate(self.prefer[:rows]):
             if expert < n:
                 base[row] = torch.rand(n, generator=self.generator, dtype=torch.float64) - 3.0
-                next_experts = (expert + self._choose_distances(n, is_again=expert in self.prefer[:row]))[:ranks] % n
+                next_experts = (expert + self._choose_distances(n, ranks, is_again=expert in preferred)) % n
+                preferred.add(expert)
                 base[row, next_experts] = 3.0 - step * torch.arange(len(next_experts), dtype=torch.float64)
                 if self.kind == "unsure":
                     base[row] = 0.01 * base[row] - (0, 8)[self.seed // n % 2]
         return base
 
-    def _choose_distances(self, n: int, is_again: bool) -> torch.Tensor:
-        """Return the distances from a preferred expert to the token's later choices, first 0.
+    def _choose_distances(self, n: int, ranks: int, is_again: bool) -> torch.Tensor:
+        """Return the distances from a preferred expert to the token's first `ranks` choices, the first one 0.
 
         Neighbours first, so that a choice of groups selects the expert too. In any order for further tokens of the
         expert: a program may mask neighbours.
         """
-        others = torch.randperm(n - 1, generator=self.generator) if is_again else torch.arange(n - 1)
-        return torch.cat([torch.zeros(1, dtype=torch.int64), 1 + others])
+        if not is_again:
+            return torch.arange(ranks)
+        others = 1 + torch.randperm(n - 1, generator=self.generator)[: ranks - 1]
+        return torch.cat([torch.zeros(1, dtype=torch.int64), others])
 
     def _choose_experts(self, rows: int, n: int, rank: int) -> torch.Tensor:
         if self.kind in ("diverse", "spared", "unsure"):
