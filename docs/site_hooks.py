@@ -31,6 +31,8 @@ def on_files(files, config):
 
 def on_page_markdown(markdown, page, config, files):
     above = "../" * page.file.src_uri.count("/")
+    if page.file.src_uri in FILES:  # a file beside docs/ links into it, where the site has its pages at the top
+        markdown = markdown.replace(f"]({above}docs/", f"]({above}")
     for name, target in (TEXTS | dict(zip(FILES, FILES, strict=True))).items():
         markdown = re.sub(rf"\]\({re.escape(above)}\.\./{re.escape(name)}(?=[)#])", f"]({above}{target}", markdown)
     return markdown

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,13 @@ def test_a_failed_and_a_hanging_row_are_recorded_and_the_others_go_on(fake_rows,
     assert len(out.read_text().splitlines()) == 1 + 5  # one environment
 
 
+def wait_until(is_reached: Callable[[], bool], seconds: float = 100) -> None:
+    end = time.monotonic() + seconds
+    while not is_reached():
+        assert time.monotonic() < end, f"not reached after {seconds} s"
+        time.sleep(0.1)
+
+
 RESUMED = """
 import sys
 from benchmarks import scale
@@ -68,9 +76,7 @@ def test_a_killed_run_goes_on_with_the_row_in_progress(fake_rows, tmp_path, how)
     command = [sys.executable, "-c", RESUMED, str(out), str(tmp_path)]
     process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
     log = tmp_path / "b.txt"
-    end = time.monotonic() + 100
-    while not (log.exists() and "waiting" in log.read_text()) and time.monotonic() < end:
-        time.sleep(0.1)
+    wait_until(lambda: log.exists() and "waiting" in log.read_text())
     below = launcher.list_descendants(process.pid)
     assert len(below) == 1
     if how is signal.SIGKILL:  # nobody ends the row
@@ -78,7 +84,7 @@ def test_a_killed_run_goes_on_with_the_row_in_progress(fake_rows, tmp_path, how)
             os.kill(pid, signal.SIGKILL)
     process.send_signal(how)
     process.wait(60)
-    assert not any(map(launcher.is_running, below.items()))
+    wait_until(lambda: not any(map(launcher.is_running, below.items())))  # the system takes a moment to end a process
     assert [record.row for record in read_records(out)] == ["a"]
     with out.open("a") as lines:
         lines.write('{"row": "b", "par')  # as if the run had been killed while it wrote
