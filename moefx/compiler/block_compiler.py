@@ -35,6 +35,7 @@ from ..ir.argument_binding import Binding, Path, flatten_arguments, format_path,
 from ..ir.graphs.block_graph import BlockGraph
 from ..ir.guards.attribute_reads import AttributeLocation
 from ..ir.passed_objects import PassedObject, is_passed, set_name
+from ..ir.shared_memory import find_written_inputs, share_memory
 from ..matching.results.match_result import Match
 from ..passes.pass_manager import PassManager
 from ..passes.rewrite import DialectGraph, Placeholders
@@ -108,6 +109,7 @@ def rewrite_block(
     if forbidden_reads:
         raise forbidden_reads[0]
     ms = (time.perf_counter() - start) * 1e3
+    _refuse_shared_memory(dialect_graph, paths, args, kwargs)
     object_paths = tuple(path for path, _ in objects)
     graph = BlockGraph(
         name, dialect_graph.graph, Binding((*paths, *object_paths), object_paths), dialect_graph.out_spec
@@ -117,6 +119,21 @@ def rewrite_block(
     level = find_level_after(REWRITE)
     history = PassManager(block).run(graph, passes, plan, made_by=rewrite_block, ms=ms, level=level)
     return BlockRewrite(match, dialect_graph, history, skipped, tuple(log))
+
+
+def _refuse_shared_memory(dialect_graph: DialectGraph, paths: list[Path], args: tuple, kwargs: dict[str, Any]) -> None:
+    """Refuse an example in which an argument shares memory with one that the block writes to: every call may be so."""
+    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    for i in find_written_inputs(dialect_graph.graph):
+        for j, other in enumerate(tensors):
+            if j != i and share_memory(tensors[i], other):
+                written, name = format_path(paths[i]), format_path(paths[j])
+                raise Refused(
+                    f"the block writes to its argument {written}, which shares memory with {name}: whether {name} "
+                    "changes, too, differs between calls",
+                    culprits=(written, name),
+                    remedy=f"pass a copy, {name}.clone(), or compute out of place: {written} = {written} + ...",
+                )
 
 
 def rewrite_with_objects(

@@ -205,6 +205,8 @@ class BlockForward:
             found = self.requests.request(call, leaves, args, kwargs, known) or found
         if isinstance(found, str):
             return None, found or _NO_PROGRAM
+        if shared := found.find_shared_memory(leaves):
+            return None, shared
         return found, ""
 
     def _find_traced_entry(self, call: Specialization, leaves: Leaves) -> tuple[InstalledProgram | None, str]:
@@ -212,7 +214,11 @@ class BlockForward:
         if reason := self._prepare_trace(*call):
             return None, reason
         entry = self.block_programs.find_traced(call, leaves)
-        return entry, "" if entry is not None else "a guard of its programs failed"
+        if entry is None:
+            return None, "a guard of its programs failed"
+        if entry.program.written_inputs and len(entry.program.leaf_indices) > 1:
+            return None, "it writes to an argument, and a compiler does not show whether another one shares its memory"
+        return entry, ""
 
     @torch.compiler.assume_constant_result
     def _prepare_trace(self, *fields: Any) -> str:

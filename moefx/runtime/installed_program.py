@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..ir.argument_binding import Leaves
+from ..ir.argument_binding import Leaves, format_path
 from ..ir.guards.attribute_reads import AttributeLocation, find_owner, read_value
 from ..ir.guards.stored_values import StoredForward, belongs_to_block, snapshot
+from ..ir.shared_memory import share_memory
 from .change_detection import AbsorbedModules, ReadAttributes
 from .program import Program
 
@@ -27,6 +28,8 @@ class InstalledProgram:
         self.attributes = ReadAttributes(block, values)
         self.code = StoredForward(block)
         self.kinds = {name: _read_kind(block, name) for name in program.read_names}
+        buffers = program.written_buffers if not program.written_inputs else program.read_names
+        self._buffers = tuple(name for name in buffers if _is_buffer(_read_value(block, name)))
         self.failed = False  # a call failed after a tensor or module was replaced: check kinds from then on
 
     def is_valid(self) -> bool:
@@ -36,6 +39,24 @@ class InstalledProgram:
             and self.attributes.are_unchanged()
             and not (self.failed and self.find_replaced())
         )
+
+    def find_shared_memory(self, leaves: Leaves) -> str:
+        """Say which tensor shares memory with an argument or buffer that the program writes to; "" if none does.
+
+        The original may read what it has written through the other tensor; the program reads the value before the call.
+        """
+        program = self.program
+        if not (program.written_inputs or program.written_buffers):
+            return ""
+        arguments: Leaves = [leaves[i] for i in program.leaf_indices]
+        buffers: Leaves = [((name,), _read_value(self.absorbed.block, name)) for name in self._buffers]
+        written = [(arguments[i], [*arguments, *buffers]) for i in program.written_inputs]
+        written += [(buffer, arguments) for buffer in buffers if buffer[0][0] in program.written_buffers]
+        for target, others in written:
+            for other in others:
+                if other is not target and share_memory(target[1], other[1]):
+                    return f"it writes to {format_path(target[0])}, which shares memory with {format_path(other[0])}"
+        return ""
 
     def find_replaced(self) -> str:
         """Name of the first tensor or module that changed its kind or was removed; "" if none did."""
@@ -74,6 +95,10 @@ def _read_kind(block: nn.Module, name: str) -> Any:
     """Return the dtype and shape of a tensor, or the class of a module; None if nothing has that name."""
     value = _read_value(block, name)
     return None if value is None else (value.dtype, value.shape) if isinstance(value, torch.Tensor) else type(value)
+
+
+def _is_buffer(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
 
 
 def _read_value(block: nn.Module, name: str) -> torch.Tensor | nn.Module | None:

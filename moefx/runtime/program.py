@@ -12,6 +12,7 @@ from ..ir.graphs import graph_codegen
 from ..ir.graphs.block_graph import BlockGraph
 from ..ir.guards.attribute_reads import AttributeLocation
 from ..ir.guards.stored_values import list_comparisons
+from ..ir.shared_memory import find_written_buffers, find_written_inputs
 
 
 def _format_attribute_expression(location: AttributeLocation) -> str | None:
@@ -46,6 +47,8 @@ class Program:
         binding: which arguments of a call feed the placeholders.
         leaf_indices: positions of the placeholders' values among the leaves of a call.
         read_names: names of the block's tensors and modules that the graph reads or calls.
+        written_inputs: positions of the placeholders that the graph writes to.
+        written_buffers: names of the buffers that the graph writes to.
     """
 
     # No frozen dataclass: Dynamo wraps every field of one on first sight.
@@ -78,6 +81,8 @@ class Program:
         self.leaf_indices = graph.binding.indices(key)
         nodes = graph.graph.nodes
         self.read_names = tuple(dict.fromkeys(str(n.target) for n in nodes if n.op in ("get_attr", "call_module")))
+        self.written_inputs = tuple(find_written_inputs(graph.graph))
+        self.written_buffers = tuple(find_written_buffers(graph.graph))
 
     def _compile_attributes(self) -> Callable[..., bool]:
         tests, scope = ["True"], {}

@@ -1,0 +1,46 @@
+"""Find tensors that share memory with one that a graph writes to.
+
+A graph reads its arguments as they were before the call. The original may read what it has written, through another
+argument: `block(h, h)` after `residual += x`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+
+aten = torch.ops.aten
+
+
+def find_written_inputs(graph: fx.Graph) -> list[int]:
+    """Return the positions of the placeholders that a graph writes to."""
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    written = {n.args[0] for n in graph.nodes if n.target is aten.copy_.default}
+    return [i for i, n in enumerate(placeholders) if n in written]
+
+
+def find_written_buffers(graph: fx.Graph) -> list[str]:
+    """Return the names of the buffers that a graph writes to."""
+    written = [n.args[0] for n in graph.nodes if n.target is aten.copy_.default]
+    return [n.target for n in written if n.op == "get_attr"]
+
+
+def share_memory(a: object, b: object) -> bool:
+    """Return whether the memory between the first and the last elements of two tensors overlaps."""
+    if a is b:
+        return isinstance(a, Tensor)
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or not (a.numel() and b.numel()):
+        return False
+    if a.layout is not torch.strided or b.layout is not torch.strided:
+        return False
+    if a.untyped_storage() is not b.untyped_storage():
+        return False
+    (begin_a, end_a), (begin_b, end_b) = _find_range(a), _find_range(b)
+    return begin_a < end_b and begin_b < end_a
+
+
+def _find_range(t: Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor in its storage, and the one behind the last."""
+    first = int(t.storage_offset())
+    last = first + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
+    return first * t.itemsize, (last + 1) * t.itemsize
