@@ -2,7 +2,7 @@
 
 A rewritten block reads the parameters of its experts but does not call the expert modules: a hook on one would never
 fire, and an adapter in its place (LoRA) would be ignored. Every call therefore checks the absorbed modules. Prepared
-lists are compared in C, about 10 ns per module. Hooks are checked only after a hook was registered on any module.
+lists are compared in C, about 50 ns per module. Hooks are checked only after a hook was registered on any module.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..ir.guards.attribute_reads import AttributeLocation, find_holders, find_ow
 from ..ir.guards.stored_values import MISSING, StoredForward, is_comparable, is_same
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_children_of = itemgetter("_modules")
+_children_of, _forward_of = itemgetter("_modules"), methodcaller("get", "forward")
 
 
 class AbsorbedModules:
@@ -67,6 +67,7 @@ class AbsorbedModules:
             or list(map(_children_of, live.parents)) != live.children
             or any(live.childless)
             or list(map(len, live.states)) != live.sizes
+            or list(map(_forward_of, live.states)) != self.forwards
             or any([list(map(get, registries)) != nothing for get, registries, nothing in live.missing_parameters])
             or any(owner._modules.get(name) is not child for owner, name, child in live.links)
             or list(map(type, self.modules)) != self.types

@@ -1,5 +1,6 @@
 """Detection of changes: absorbed, kept and watched submodules, and the cost of the check."""
 
+import copy
 import timeit
 
 import pytest
@@ -37,6 +38,20 @@ def test_links_to_absorbed_modules_are_watched_through_kept_ones():
     block.experts[0] = Block().experts[0]
     with pytest.raises(AbsorbedModuleChanged, match=r"^experts\.0 was replaced \(Expert by Expert\)"):
         watch.check()
+
+
+def test_a_module_with_a_forward_of_its_own_may_not_get_another_one():
+    block = Block()
+    act = block.experts[0].act
+    act.forward = lambda x: x
+    watch = AbsorbedModules(block, ("experts.0", "experts.0.act"))
+    watch.check()
+    own, act.forward = act.forward, lambda x: 2 * x  # as many attributes as before
+    with pytest.raises(AbsorbedModuleChanged, match=r"experts\.0\.act was given a forward of its own"):
+        watch.check()
+    act.forward = own
+    copy.deepcopy(watch).check()
+    watch.check()
 
 
 def test_the_check_is_cheap():
