@@ -6,6 +6,7 @@ transformers' initialisation, by its own `reset_parameters`, or by a new module 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InvalidCheckpoint
+from ..ir.guards.stored_values import is_same
 from ..runtime.ranks.state_dicts import join_name
 
 
@@ -102,13 +104,33 @@ def _reset(buffers: DerivedBuffers) -> None:
 
 
 def _construct(buffers: DerivedBuffers) -> None:
-    """Construct a module of the same class from its config, as modules of transformers are, and take its buffers."""
+    """Construct a module of the same class from its config, as modules of transformers are, and take its buffers.
+
+    Raises:
+        ValueError: the module may have been constructed with further arguments, which the new one does not have.
+    """
     fresh = type(buffers.module)(buffers.module.config)  # type: ignore[call-arg]
+    if _may_have_further_arguments(fresh, buffers.module):
+        raise ValueError("may have been constructed with further arguments")
     _take_buffers(buffers, fresh)
     for name, value in vars(buffers.module).items():  # tensors beside the buffers, of transformers 4
         if isinstance(value, Tensor) and value.is_meta:
             device = buffers.module._buffers[buffers.names[0]].device  # type: ignore[union-attr]
             vars(buffers.module)[name] = vars(fresh)[name].to(device)
+
+
+def _may_have_further_arguments(fresh: nn.Module, module: nn.Module) -> bool:
+    """Return whether a module may have been constructed with other arguments, besides its config, than a new one.
+
+    An argument that a module keeps as an attribute of the same name has the attribute's value. Devices and dtypes do
+    not change the buffers that are copied.
+    """
+    missing = object()
+    for name in list(inspect.signature(type(module)).parameters)[1:]:
+        new, old = getattr(fresh, name, missing), getattr(module, name, missing)
+        if name not in ("device", "dtype") and (new is missing or not is_same(new, old)):
+            return True
+    return False
 
 
 def _make_stand_in(buffers: DerivedBuffers) -> Any:

@@ -66,13 +66,14 @@ class CheckpointFiles:
         self.folder = find_checkpoint(Path(folder), ENTRY_FILES)
         self._open_file: Any = safe_open
         self._stack, self._files = contextlib.ExitStack(), dict[str, Any]()
-        if (index := self.folder / INDEX_FILE).is_file():
-            self._file_of_key: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        index = self.folder / INDEX_FILE
+        if (self.folder / SINGLE_FILE).is_file():  # as transformers, whose saves may leave an older index behind
+            self._file_of_key: dict[str, str] = dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
+        elif index.is_file():
+            self._file_of_key = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             missing = [name for name in sorted(set(self._file_of_key.values())) if not (self.folder / name).is_file()]
             if missing:
                 raise InvalidCheckpoint(f"{index} names files that {self.folder} does not have: {list_some(missing)}")
-        elif (self.folder / SINGLE_FILE).is_file():
-            self._file_of_key = dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
         else:
             seen = sorted(path.name for path in self.folder.iterdir()) if self.folder.is_dir() else []
             raise InvalidCheckpoint(

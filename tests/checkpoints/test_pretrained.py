@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import importlib
 import itertools
 import json
@@ -159,6 +160,46 @@ def test_plain_models_keep_the_names_of_their_state_dict(tmp_path):
     moefx.save_pretrained(loaded, tmp_path, max_shard_size=1000)  # removes the single file
     assert not (tmp_path / "model.safetensors").exists()
     assert_equal_models(moefx.load_pretrained(Plain(), tmp_path), original)
+
+
+def test_a_single_file_goes_before_an_index(tmp_path):
+    """An earlier save may have left the index: transformers reads the file and does not remove the index."""
+    model = Plain()
+    moefx.save_pretrained(model, tmp_path, max_shard_size="1KB")
+    index = (tmp_path / "model.safetensors.index.json").read_text()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    moefx.save_pretrained(model, tmp_path)
+    assert (tmp_path / "model.safetensors").is_file()
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    assert_equal_models(moefx.load_pretrained(Plain(), tmp_path), model)
+
+
+class Frequencies(nn.Module):
+    """A buffer that a checkpoint does not hold, computed from a config and one more argument."""
+
+    def __init__(self, config, base=10.0, keeps_base=True):
+        super().__init__()
+        self.config, self.keeps_base = config, keeps_base
+        if keeps_base:
+            self.base = base
+        self.register_buffer("inverse", base ** -torch.arange(0.0, config["width"]), persistent=False)
+        self.scale = nn.Parameter(torch.ones(1))
+
+
+@pytest.mark.parametrize("keeps_base", [True, False])
+def test_buffers_of_further_arguments_are_not_guessed(tmp_path, keeps_base):
+    make = functools.partial(Frequencies, {"width": 4}, keeps_base=keeps_base)
+    original = nn.Sequential(make())
+    moefx.save_pretrained(original, tmp_path)
+    with torch.device("meta"):
+        model, other = nn.Sequential(make()), nn.Sequential(make(base=500.0))
+    if keeps_base:
+        assert_equal_models(moefx.load_pretrained(model, tmp_path), original)
+    for unknown in (other,) if keeps_base else (model, other):
+        with pytest.raises(InvalidCheckpoint, match=r"0\.inverse: a checkpoint does not hold these buffers"):
+            moefx.load_pretrained(unknown, tmp_path)
 
 
 @pytest.mark.parametrize("method", ["append", "__exit__"])  # a full disk shows when a file is written, or closed
