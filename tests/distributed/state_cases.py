@@ -26,9 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 import moefx
 from moefx.errors import InvalidInput, MoefxError, Refused
 
-from ..blocks import D, E
+from ..blocks import D, E, Gated, Loop
 from .launch import sampled
-from .models import BLOCKS, Model, compile_over_mesh, is_expert_parameter
+from .models import BLOCKS, Model, check, compile_over_mesh, is_expert_parameter
 
 PLAN = moefx.Plan(validation="symbolic")
 BY_PARAMETER = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -84,6 +84,27 @@ def case_state_dicts_of_the_original() -> None:
             assert len(local_state) < len(other) or kind in ("joined", "flat")
             compiled.load_state_dict(local_state)
             check_equal(moefx.full_state_dict(compiled), other)
+
+
+class Scaled(Loop):
+    """Experts with a buffer each that no state dict holds."""
+
+    def __init__(self):
+        super().__init__(Gated)
+        for number, expert in enumerate(self.experts):
+            expert.register_buffer("scale", torch.full((1,), 1.0 + number), persistent=False)
+
+    def expert(self, e, x, w):
+        return self.experts[e](x) * self.experts[e].scale * w
+
+
+def case_buffers_of_experts_outside_of_state_dicts() -> None:
+    model = Model("gated", layers=1)
+    model.blocks[0] = Scaled()
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+    compiled = check(model.double(), make_meshes()[0], PLAN)
+    check_equal(moefx.full_state_dict(compiled), model.state_dict())
 
 
 def case_invalid_state_dicts_raise() -> None:

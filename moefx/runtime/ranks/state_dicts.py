@@ -70,6 +70,8 @@ def _gather_separate_experts(
     )
     for local_id, expert in enumerate(placement.local_experts):
         for i, name in enumerate(parameters.separate[expert]):
+            if join_name(block, name) not in local_state:  # a buffer that is in no state dict, on all ranks alike
+                continue
             value = _unshard(local_state[join_name(block, name)]).contiguous()
             parts = [torch.empty_like(value) for _ in range(placement.num_ranks)]
             dist.all_gather(parts, value, group=group)
