@@ -31,8 +31,9 @@ class ProgramRequests:
 
     Attributes:
         specialize: makes a program; None makes no requests.
-        refusals: the reasons of refused requests. "" if a request must not be repeated for another reason: it was
-            accepted, or would fail at a guard that no other proof avoids.
+        refusals: the reasons of refused requests.
+        answered: requests that must not be repeated although none was refused: those for which a program was made, and
+            those that would fail at a guard which no other proof avoids.
         traced_refusals: the reasons of requests that Dynamo refused without values. An eager call asks again.
         is_running: a thread is making a program.
     """
@@ -40,6 +41,7 @@ class ProgramRequests:
     def __init__(self, programs: BlockPrograms, specialize: Specialize | None):
         self.block_programs, self.specialize = programs, specialize
         self.refusals: dict[_Request, str] = {}
+        self.answered: set[_Request] = set()
         self.traced_refusals: dict[_Request, str] = {}
         self.is_running = False
 
@@ -76,19 +78,21 @@ class ProgramRequests:
             if (reason := self._find_settled(request, is_traced)) is not None:
                 return reason
             if leaves and not request[1] and programs.find_valid(call):
-                self.refusals[request] = ""  # another proof would fail at the same guard
+                self.answered.add(request)  # another proof would fail at the same guard
                 return ""
             program = self._make_program(call, args, kwargs)
             if isinstance(program, str):
                 (self.traced_refusals if is_traced else self.refusals)[request] = program
                 return program
             if request[1]:  # do not ask again, even if the new program does not admit the call
-                self.refusals[request] = ""
+                self.answered.add(request)
             programs.add(program)
             return programs.find(call, leaves) if args is not None else ""
 
     def _find_settled(self, request: _Request, is_traced: bool) -> str | None:
         """Return the reason why a request is not made, or not made again; None if it may be made."""
+        if request in self.answered:
+            return ""
         if request in self.refusals:
             return self.refusals[request]
         if is_traced and request in self.traced_refusals:

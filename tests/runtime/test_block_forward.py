@@ -198,7 +198,7 @@ def test_no_reason_names_the_guard_of_another_call(caplog):
     forward = install_forward(block, programs, specialize=lambda *call: None)
     block(x[:3])
     for step in range(MAX_SPECIALIZATIONS):
-        block(x, scale=float(step))
+        block(x, scale=2.0 + step)
     torch.func.jvp(block, (x,), (x,))
     first, *others, last = reasons = list_reasons(caplog)
     assert first == "guard failed: hidden_states.shape[0] > 4:"
@@ -246,6 +246,23 @@ def test_an_argument_that_always_changes_does_not_lift_forever():
     for step in range(2 * MAX_SPECIALIZATIONS):
         block(x, scale=float(step))
     assert len(asked) == MAX_SPECIALIZATIONS
+
+
+def test_an_accepted_program_counts_once():
+    """Each call fails the guard of the programs before it, as a call that takes another branch does."""
+    asked = []
+
+    def specialize(block, call, args, kwargs):
+        asked.append(call)
+        size = len(args[0])
+        return build_program(block, *args, guards=(Guard(f"hidden_states.shape[0] == {size}", one_way=True),))
+
+    block = Block()
+    forward = install_forward(block, [], specialize=specialize)
+    for size in range(2, 4 + MAX_SPECIALIZATIONS):
+        block(torch.randn(size, D))
+    assert len(asked) == len(forward.programs) == MAX_SPECIALIZATIONS
+    assert not forward.refusals
 
 
 def test_the_compiled_program_stays_the_same():
