@@ -16,11 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .._plan import Plan
 from ..capture.concolic import capture_block
-from ..capture.environment.code_locations import is_internal_error, suppress_program_errors
+from ..capture.environment.code_locations import suppress_program_errors
 from ..capture.search.block_search import BlockCandidates, SurveyedCall
 from ..capture.search.module_structure import compute_signature
 from ..capture.tracing.concrete_routing import Routing
-from ..errors import CaptureError, MoefxError, Refused, refuse_own_bug, summarize_error
+from ..errors import CaptureError, MoefxError, Refused, summarize_error
 from ..inspection.proof_trace import AttemptRun, ProofTrace
 from ..ir.guards.attribute_reads import (
     BLOCK_MODE,
@@ -35,6 +35,7 @@ from ..matching.unsupported_effects import NO_CACHE
 from ..util.progress import announce
 from ..util.user_code import forward_line, user_line
 from .block_compiler import BlockRewrite, rewrite_block, rewrite_with_objects
+from .own_bugs import find_own_bug
 from .survey_result import MatchedBlock
 
 _FLAT = "moefx.rewrite_graph(graph, example_inputs) looks into graphs"
@@ -110,12 +111,11 @@ def _refusing_errors(module: nn.Module, call: SurveyedCall) -> Iterator[None]:
             raise Refused(reason, source=forward_line(module), remedy=NO_CACHE) from error
         raise Refused(f"it does not run on abstract tensors: {error}") from error
     except Exception as error:  # the user's code at unsupported sizes
-        line = user_line(error)
-        if (line or is_graph) and not is_internal_error(error):
-            inputs_text = "at other sizes than the example's" if _is_capturable(module, call) else "on abstract tensors"
-            reason = f"it does not run {inputs_text} ({summarize_error(error)})"
-            raise Refused(reason, source=line, remedy=_FLAT if is_graph else "") from error
-        raise refuse_own_bug(error, line or forward_line(module)) from error
+        if bug := find_own_bug(error, module):
+            raise bug from error
+        inputs_text = "at other sizes than the example's" if _is_capturable(module, call) else "on abstract tensors"
+        reason = f"it does not run {inputs_text} ({summarize_error(error)})"
+        raise Refused(reason, source=user_line(error), remedy=_FLAT if is_graph else "") from error
 
 
 def _find_cache(tree: Any, depth: int = 4) -> str:

@@ -20,7 +20,7 @@ from ..capture.search.block_search import search_blocks
 from ..capture.search.module_structure import compute_signature
 from ..capture.search.skipped_calls import SkippedCall, SkipPlan
 from ..capture.state.inner_calls import copy_abstract, iterate_objects, iterate_tensors
-from ..errors import Refused, summarize_error
+from ..errors import MoefxError, Refused, summarize_error
 from ..ir.argument_binding import Path, Specialization, describe_leaf, flatten_arguments, make_signature_binder
 from ..ir.guards.attribute_reads import (
     BLOCK_MODE,
@@ -32,6 +32,7 @@ from ..ir.guards.attribute_reads import (
 )
 from ..ir.guards.stored_values import StoredForward, is_same
 from ..ir.passed_objects import replace_objects
+from ..passes.pass_manager import PassError
 from ..runtime.block_forward import BlockForward
 from ..runtime.change_detection import ReadAttributes
 from ..runtime.program import Program
@@ -39,6 +40,7 @@ from ..util.module_names import quote_name
 from ..util.user_code import forward_line, user_line
 from .block_compiler import BlockRewrite, finish_block, rewrite_block, rewrite_with_objects
 from .check_policy import CheckPolicy
+from .own_bugs import find_own_bug
 from .program_builder import build_program, move_kind
 
 Kinds = tuple[tuple[Path, tuple[Any, ...]], ...]  # paths and kinds of arguments, see `Specialization`
@@ -78,6 +80,11 @@ class LazySpecializer:
             if why.source:
                 raise
             raise why.replace(source=forward_line(block), remedy=why.remedy) from why
+        except Exception as error:
+            is_deliberate = isinstance(error, MoefxError) and not isinstance(error, PassError)
+            if not is_deliberate and (bug := find_own_bug(error, block)):
+                raise bug from error
+            raise
         self.shared_programs.append(_SharedProgram(weakref.ref(block), block_signature, attributes_read, program))
         return program
 

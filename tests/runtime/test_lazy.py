@@ -19,6 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import moefx
 from moefx.compiler import check_policy, equal_modules, specialization
 from moefx.compiler.numeric_check import NumericCheck, Outcome, check_numerically
+from moefx.passes.pass_manager import PassError
+from moefx.util.user_code import PACKAGE_DIR
 
 from ..blocks import D, E, Loop, Mlp
 
@@ -65,6 +67,32 @@ def test_a_later_program_that_cannot_be_checked_is_reported(x, monkeypatch):
     monkeypatch.setattr(check_policy, "check_numerically", lambda *_: impossible)
     with pytest.warns(UserWarning, match="for a new kind of call without a numeric check.*could not run: no kernel"):
         compiled.eval()(x)
+
+
+@pytest.mark.parametrize("code", ["{}['key']", "raise PassError('pass fuse: not a legal graph')"])
+def test_a_bug_of_moefx_in_a_later_proof_is_reported_as_a_bug(x, monkeypatch, caplog, code):
+    def finish_block(*args):
+        exec(compile(code, f"{PACKAGE_DIR}/some_module.py", "exec"), {"PassError": PassError})
+
+    model, compiled = build_pair(x, ScaledInEval())
+    monkeypatch.setattr(specialization, "finish_block", finish_block)
+    torch.testing.assert_close(compiled.eval()(x), model.eval()(x))
+    (record,) = caplog.records
+    assert "moefx itself failed on it" in record.getMessage() and "please report it" in record.getMessage()
+
+
+def test_an_error_of_the_user_in_a_later_proof_is_no_bug(x, caplog):
+    class TrainedOnly(Loop):
+        def forward(self, x):
+            if not self.training:
+                raise ValueError("only in training")
+            return super().forward(x)
+
+    _, compiled = build_pair(x, TrainedOnly())
+    with pytest.raises(ValueError, match="only in training"):
+        compiled.eval()(x)
+    (record,) = caplog.records
+    assert "ValueError: only in training" in record.getMessage() and "report" not in record.getMessage()
 
 
 def test_recorders_see_their_own_call_only(x):
