@@ -25,7 +25,7 @@ from ..runtime.ranks.sharding import format_mesh
 from ..runtime.ranks.staged_models import refuse_pipeline
 from ..runtime.ranks.state_dicts import ShardOnLoad, join_name
 from ..util.model_wrappers import unwrap_model
-from .data_axes import DataMeshes, choose_data_axes
+from .data_axes import DataAxes, DataMeshes, choose_data_axes
 from .expert_layouts import find_expert_layouts
 from .layer_container import CONTAINERS, find_layer_container
 from .training_wiring import SPREAD_MESH, SpreadMesh
@@ -73,6 +73,25 @@ def parallelize(
         InvalidInput: the model was not compiled over a mesh, is sharded already, or has parameters that FSDP cannot
             shard.
     """
+    sharding = plan_sharding(model, mesh, data, shard_axes, replicate_axes, mp_policy, reshard_after_forward)
+    sharding.apply()
+    return model
+
+
+def plan_sharding(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    data: Literal["fsdp", "ddp", "hsdp"],
+    shard_axes: str | tuple[str, ...] | None,
+    replicate_axes: str | tuple[str, ...] | None,
+    mp_policy: MixedPrecisionPolicy | None,
+    reshard_after_forward: bool,
+) -> Sharding:
+    """Check the arguments of `parallelize`, and plan how it shards the model. Changes nothing, makes no process group.
+
+    Raises:
+        InvalidPlan, InvalidInput: see `parallelize`.
+    """
     root = unwrap_model(model)
     refuse_pipeline(root, "parallelize")
     spread_mesh = _find_spread_mesh(root, mesh)
@@ -83,54 +102,101 @@ def parallelize(
     _check_parameters(root, experts)
     all_experts = {parameter for parameters in experts.values() for parameter in parameters}
     placements = dict(choose_placements(root, all_experts, expert_axes.count_shards(mesh)))
-    meshes, policy = DataMeshes(mesh), mp_policy or MixedPrecisionPolicy()
+    policy = mp_policy or MixedPrecisionPolicy()
     whole = set() if expert_axes.shard or expert_axes.replicate else set(_find_whole_blocks(experts, policy))
-    kept = {parameter for name in whole for parameter in experts[name]}
-
-    replaced = vars(root)[GRADIENT_WATCH].replaced
-    for name, parameter in root.named_parameters(remove_duplicate=False):
-        if parameter not in kept:
-            replaced.mark(parameter, name, _REPLACED)
-    shard_others = functools.partial(fully_shard, mesh=meshes.build(axes), ignored_params=all_experts, mp_policy=policy)
-    expert_mesh = meshes.build(expert_axes)
-    for layer in _list_layers(root):
-        shard_others(layer, reshard_after_forward=reshard_after_forward)
-    shard_others(root, reshard_after_forward=None if reshard_after_forward else False)  # None: torch's choice for roots
     # FSDP averages over the ranks that reduce an expert's gradient. Divide by the ranks of the expert axis here: the
     # gradient is summed over them already. `set_gradient_divide_factor` divides twice on a shard axis of one rank.
     divisor = expert_reduction.divisor // math.prod(mesh[name].size() for name in expert_reduction.axes)
-    for name, parameters in experts.items():
-        block: Any = root.get_submodule(name)
-        vars(block)["forward"].watch.is_parallelized = True
-        if name in whole:
-            divide_gradients(block, parameters, divisor)
-            continue
-        block.register_forward_hook(_copy_views)
-        fully_shard(
-            block,
-            mesh=expert_mesh,
-            ignored_params={p for p in block.parameters() if p not in parameters},
-            shard_placement_fn=placements.get,
-            mp_policy=policy,
-            reshard_after_forward=reshard_after_forward,
-        )
-        if divisor > 1:
-            block.set_all_reduce_hook(functools.partial(_divide, divisor=divisor))
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            _set_reductions(module, mesh)
-    root.register_load_state_dict_pre_hook(ShardOnLoad())
-    finish_forward: Any = GatheredParameters(replaced, reshard_after_forward)
-    root.register_forward_hook(finish_forward)
-    lines = (
-        f"{'experts':<12}{expert_axes}",
-        f"{'others':<12}{axes}",
-        f"{'all':<12}reduced by moefx.parallelize",
+    return Sharding(
+        root, mesh, spread_mesh, axes, expert_axes, experts, placements, whole, divisor, policy, reshard_after_forward
     )
-    vars(root)[SPREAD_MESH] = dataclasses.replace(spread_mesh, parallelized=lines)
-    DDP_REFUSAL.install(root)
-    refuse_accelerate(root, mesh)
-    return model
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharding:
+    """The arguments of torch's `fully_shard` for the modules of a model that `compile` has spread.
+
+    Attributes:
+        root, mesh: the model and its mesh. spread_mesh: the record of `compile`.
+        axes, expert_axes: the data axes of all other parameters, and of experts.
+        experts: the parameters of this rank's experts by block.
+        placements: the dimension over which each parameter that holds all experts is sharded.
+        whole: the blocks whose experts stay as they are.
+        divisor: the number by which gradients of experts are divided after their reduction.
+        policy, reshard_after_forward: as for `parallelize`.
+    """
+
+    root: nn.Module
+    mesh: DeviceMesh
+    spread_mesh: SpreadMesh
+    axes: DataAxes
+    expert_axes: DataAxes
+    experts: dict[str, set[nn.Parameter]]
+    placements: dict[nn.Parameter, Shard]
+    whole: set[str]
+    divisor: int
+    policy: MixedPrecisionPolicy
+    reshard_after_forward: bool
+
+    def apply(self) -> None:
+        """Shard the model in place. Collective over the mesh."""
+        root, mesh = self.root, self.mesh
+        replaced = self._mark_replaced_parameters()
+        meshes = DataMeshes(mesh)
+        self._shard_others(meshes.build(self.axes))
+        self._shard_experts(meshes.build(self.expert_axes))
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                _set_reductions(module, mesh)
+        root.register_load_state_dict_pre_hook(ShardOnLoad())
+        finish_forward: Any = GatheredParameters(replaced, self.reshard_after_forward)
+        root.register_forward_hook(finish_forward)
+        lines = (
+            f"{'experts':<12}{self.expert_axes}",
+            f"{'others':<12}{self.axes}",
+            f"{'all':<12}reduced by moefx.parallelize",
+        )
+        vars(root)[SPREAD_MESH] = dataclasses.replace(self.spread_mesh, parallelized=lines)
+        DDP_REFUSAL.install(root)
+        refuse_accelerate(root, mesh)
+
+    def _mark_replaced_parameters(self) -> Any:
+        """Mark the parameters that FSDP replaces, so that an optimizer of the old ones raises. Returns the marks."""
+        kept = {parameter for name in self.whole for parameter in self.experts[name]}
+        replaced = vars(self.root)[GRADIENT_WATCH].replaced
+        for name, parameter in self.root.named_parameters(remove_duplicate=False):
+            if parameter not in kept:
+                replaced.mark(parameter, name, _REPLACED)
+        return replaced
+
+    def _shard_others(self, mesh: DeviceMesh) -> None:
+        """Shard all parameters but the experts': each layer is gathered as one unit."""
+        all_experts = {parameter for parameters in self.experts.values() for parameter in parameters}
+        shard = functools.partial(fully_shard, mesh=mesh, ignored_params=all_experts, mp_policy=self.policy)
+        for layer in _list_layers(self.root):
+            shard(layer, reshard_after_forward=self.reshard_after_forward)
+        # None: torch's choice for roots
+        shard(self.root, reshard_after_forward=None if self.reshard_after_forward else False)
+
+    def _shard_experts(self, mesh: DeviceMesh) -> None:
+        """Shard the experts of each block, and divide their gradients."""
+        for name, parameters in self.experts.items():
+            block: Any = self.root.get_submodule(name)
+            vars(block)["forward"].watch.is_parallelized = True
+            if name in self.whole:
+                divide_gradients(block, parameters, self.divisor)
+                continue
+            block.register_forward_hook(_copy_views)
+            fully_shard(
+                block,
+                mesh=mesh,
+                ignored_params={p for p in block.parameters() if p not in parameters},
+                shard_placement_fn=self.placements.get,
+                mp_policy=self.policy,
+                reshard_after_forward=self.reshard_after_forward,
+            )
+            if self.divisor > 1:
+                block.set_all_reduce_hook(functools.partial(_divide, divisor=self.divisor))
 
 
 def _find_spread_mesh(model: nn.Module, mesh: DeviceMesh) -> SpreadMesh:

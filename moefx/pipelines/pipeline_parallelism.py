@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from .._plan import Plan
 from ..api import compile as compile_model
 from ..compiled_blocks import RECORD
+from ..distribution.data_parallelism import Sharding
 from ..distribution.training_wiring import mark_as_spread
 from ..driver.plan_check import without_mesh_fields
 from ..errors import InvalidInput, InvalidPlan, NoMoEBlockFound
@@ -124,6 +125,7 @@ def pipeline(
     if stage_mesh is not None and stage_mesh.size() == 1:  # parameters stay plain tensors, as without these axes
         stage_mesh, plan = None, without_mesh_fields(plan)
     stages: list[Stage] = []
+    shardings: list[Sharding] = []
     missing: list[str] = []
     error: Exception | None = None
     try:
@@ -135,6 +137,10 @@ def pipeline(
             install_stage(stage_model, stage_split, number, port)
             stages.append(Stage(number, stage_model, port, sharding))
             missing += [reason] if reason else []
+            if recompute:
+                recompute_layers(stage_model, stage_split.list_layers(number))
+            if stage_mesh is not None:
+                shardings.append(sharding.plan(stage_model, stage_mesh))
     except Exception as found:
         error = found
     num_blocks = sum(len(find_rewritten_blocks(stage.model)) for stage in stages)
@@ -142,11 +148,8 @@ def pipeline(
     if not any(group.raise_together(error, num_blocks)):
         raise NoMoEBlockFound(f"no stage of the pipeline has a block that was rewritten: {missing[0]}")
     try:
-        for stage in stages:
-            if stage_mesh is not None:
-                sharding.shard(stage.model, stage_mesh)
-            if recompute:
-                recompute_layers(stage.model, stage_split.list_layers(stage.number))
+        for planned in shardings:
+            sharding.apply(planned)
     except Exception as found:
         error = found
     group.raise_together(error, num_blocks)

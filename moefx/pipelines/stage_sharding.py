@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from .._plan import Plan
-from ..distribution.data_parallelism import parallelize
+from ..distribution.data_parallelism import Sharding, plan_sharding
 from ..errors import InvalidInput, InvalidPlan
 from ..runtime.block_forward import get_rewritten_forward
 from ..runtime.ranks.sharding import TENSOR_AXIS
@@ -57,16 +57,24 @@ class StageSharding:
         policy = self.mp_policy
         return hidden.dtype if policy is None else policy.output_dtype or policy.param_dtype or hidden.dtype
 
-    def shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """Shard a stage over the mesh of its ranks, in place. Collective over the mesh."""
+    def plan(self, model: nn.Module, mesh: DeviceMesh) -> Sharding:
+        """Plan how a stage is sharded over the mesh of its ranks. Makes no process groups.
+
+        Raises:
+            InvalidPlan, InvalidInput: see `parallelize`.
+        """
         # Parameters stay gathered in a step of ZeRO-1 and ZeRO-2: micro-batches in flight would gather them again and
         # again, and torch finds the delayed gradients of weights by the parameters of the forward.
-        parallelize(
-            model, mesh, data=self.data, shard_axes=self.shard_axes, replicate_axes=self.replicate_axes,
-            mp_policy=self.mp_policy, reshard_after_forward=self.zero == 3,
+        return plan_sharding(
+            model, mesh, self.data, self.shard_axes, self.replicate_axes, self.mp_policy,
+            reshard_after_forward=self.zero == 3,
         )  # fmt: skip
+
+    def apply(self, planned: Sharding) -> None:
+        """Shard a stage in place. Collective over its mesh."""
+        planned.apply()
         if self.zero == 2:
-            sharded: Any = model
+            sharded: Any = planned.root
             sharded.set_reshard_after_backward(False)
 
 
