@@ -88,7 +88,8 @@ class Pipeline(nn.Module):
             The mean loss over micro-batches and data ranks, without a gradient, on every rank.
 
         Raises:
-            InvalidInput: the inputs or the target do not fit.
+            InvalidInput: the inputs or the target do not fit. Or `loss_fn` raised on another rank; a rank whose own
+                `loss_fn` raised raises that error. The gradients of this step are then worthless: zero them.
         """
         if not torch.is_grad_enabled():
             raise InvalidInput("step() trains, and gradients are disabled here: call pipe.evaluate(...) for the loss")
@@ -162,7 +163,7 @@ class Pipeline(nn.Module):
         if self._group.is_true_on_any(error is not None or seen != self._scheduled_inputs):
             self._rebuild_schedule(error, seen)
         for stage in self._own_stages:
-            stage.port.inputs, stage.port.losses = calls, []
+            stage.port.inputs, stage.port.losses, stage.port.loss_error = calls, [], None
             stage.port.targets = targets if stage.port.is_last else None
         try:
             yield
@@ -200,6 +201,14 @@ class Pipeline(nn.Module):
         return self._boundaries[seen]
 
     def _average_loss(self) -> Tensor:
+        """Return the mean loss over micro-batches and data ranks. Collective over the mesh.
+
+        Raises:
+            InvalidInput: `loss_fn` raised on another rank. Its own error, if it raised on this one.
+        """
+        error = None if self._last_stage is None else self._last_stage.port.loss_error
+        if self._group.is_true_on_any(error is not None):
+            self._group.raise_together(error)
         losses = [] if self._last_stage is None else self._last_stage.port.losses
         return self._group.average_loss(torch.stack(losses).mean() if losses else None)
 

@@ -40,6 +40,8 @@ class StagePort:
         inputs: arguments of the model, by micro-batch.
         targets: targets by micro-batch, or None if no loss is computed.
         losses: losses of micro-batches so far.
+        loss_error: the error of `loss_fn` in this step, if it raised. Other ranks wait for this one, so the step goes
+            on with a loss of 0, and raises at its end.
         microbatch: the current micro-batch.
         boundary: hidden states between stages, a meta tensor.
         received: hidden states of the current micro-batch from the stage before.
@@ -54,6 +56,7 @@ class StagePort:
     inputs: list[Call] = dataclasses.field(default_factory=list)
     targets: list[Any] | None = None
     losses: list[Tensor] = dataclasses.field(default_factory=list)
+    loss_error: Exception | None = None
     microbatch: int = 0
     boundary: Tensor | None = None
     received: Tensor | None = None
@@ -255,12 +258,20 @@ class StageForward:
         output = select_output(output)
         if port.targets is None:
             return output
-        loss = port.loss_fn(output, port.targets[port.microbatch])
+        try:
+            loss = self._compute_loss(output, port.targets[port.microbatch])
+        except Exception as error:
+            port.loss_error = port.loss_error or error
+            loss = output.double().sum() * 0  # depends on the output: the backward runs all exchanges
+        port.losses.append(loss.detach().reshape(()))
+        return loss.double().reshape(1) / port.num_microbatches  # torch is told the dtype before the first step
+
+    def _compute_loss(self, output: Tensor, target: Any) -> Tensor:
+        loss = self.port.loss_fn(output, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             kind = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise InvalidInput(f"loss_fn(output, target) returned {kind}, expected a tensor of one number: its mean")
-        port.losses.append(loss.detach().reshape(()))
-        return loss.double().reshape(1) / port.num_microbatches  # torch is told the dtype before the first step
+        return loss
 
 
 def select_output(output: Any) -> Tensor:

@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 import moefx
 from moefx.errors import CaptureError, InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound
 
-from ..blocks import D
+from ..blocks import D, Loop
 from .launch import TIMEOUT
 from .parallelize_cases import check_raises, make_mesh
-from .pipeline_training_cases import DELAYED, EXAMPLE, LENGTH, PLAN, Decoder, Layer, build
+from .pipeline_training_cases import DELAYED, EXAMPLE, LENGTH, PLAN, Decoder, Layer, build, loss_fn
 
 IDS = torch.zeros(8, LENGTH, dtype=torch.long)
 
@@ -204,9 +204,29 @@ def case_models_that_cannot_be_cut() -> None:
     check_raises(InvalidInput, "no nn.ModuleList of layers", build, Layer(None), make_mesh(pp=2, ep=2))
 
 
+class BlockLayer(Loop):
+    """Layer that is an MoE block."""
+
+    def forward(self, x, mask):
+        return super().forward(x.flatten(0, 1)).view_as(x)
+
+
+def case_sharding_of_one_stage_fails() -> None:
+    """Raise on every rank before any rank makes a process group for the sharding."""
+    mesh, model = make_mesh(pp=2, ep=2), Decoder("gated", "joined")
+    model.layers[1].gain = nn.Parameter(torch.ones(()))
+    start, text = time.monotonic(), "gain has no dimension, and FSDP shards the first one"
+    check_raises(InvalidInput, text, build, model, mesh)
+    block_layers = Decoder("gated", "joined")
+    block_layers.layers[1] = BlockLayer()
+    check_raises(InvalidInput, "layers.1 is an MoE block itself", build, block_layers, mesh, recompute=True)
+    assert time.monotonic() - start < TIMEOUT.total_seconds()
+    assert build(Decoder("gated", "joined"), mesh).stages
+
+
 def case_results_of_a_stage() -> None:
     """Check a stage's result in its own process: other stages would wait for it."""
-    pipe = build(Decoder("gated", "joined"), make_mesh(pp=2, ep=2), loss_fn=lambda output, target: output.sum(-1))
+    pipe = build(Decoder("gated", "joined"), make_mesh(pp=2, ep=2))
     (stage,) = pipe._own_stages
     stage.port.boundary = torch.empty(8, LENGTH, D, device="meta")
     stage.port.inputs, stage.port.targets = [((IDS,), {})], [IDS]
@@ -214,9 +234,35 @@ def case_results_of_a_stage() -> None:
         stage.model.layers[0].register_forward_hook(lambda *args: args[-1].double())
         text = "the last layer of stage 0 returned [8, 3, 6] in torch.float64, and the first layer of the model takes"
         check_raises(InvalidInput, text, stage.model)
-    else:
-        text = "loss_fn(output, target) returned [8, 3], expected a tensor of one number"
-        check_raises(InvalidInput, text, stage.model, torch.zeros(8, LENGTH, D))
+
+
+def case_a_loss_that_fails() -> None:
+    """Raise on every rank at the end of the step, also if one rank fails in one micro-batch. The next step runs."""
+    mesh = make_mesh(pp=2, ep=2)
+    stage, number = mesh["pp"].get_local_rank(), mesh["ep"].get_local_rank()
+    calls, fatal_call = [], None
+
+    def compute_loss(output, target):
+        calls.append(target)
+        if number and len(calls) == fatal_call:
+            raise ZeroDivisionError("no loss")
+        return loss_fn(output, target)
+
+    pipe = build(Decoder("gated", "joined"), mesh, loss_fn=compute_loss)
+    loss = pipe.step(IDS, target=IDS)
+    for run in (pipe.step, pipe.evaluate):
+        fatal_call, start = len(calls) + 2, time.monotonic()
+        is_own = stage == 1 and number == 1
+        expected, text = (
+            (ZeroDivisionError, "no loss") if is_own else (InvalidInput, "rank 3 failed: ZeroDivisionError")
+        )
+        check_raises(expected, text, run, IDS, target=IDS)
+        assert time.monotonic() - start < TIMEOUT.total_seconds() / 2
+        fatal_call = None
+        torch.testing.assert_close(pipe.step(IDS, target=IDS), loss)
+    pipe = build(Decoder("gated", "joined"), mesh, loss_fn=lambda output, target: output.sum(-1))
+    text = "loss_fn(output, target) returned [2, 3], expected a tensor of one number"
+    check_raises(InvalidInput, text, pipe.step, IDS, target=IDS)
 
 
 def case_a_stage_that_fails() -> None:
