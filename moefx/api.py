@@ -18,10 +18,9 @@ from .compiled_blocks import (
     is_compiled_function,
 )
 from .compiler.survey_result import Refusal, Survey
-from .driver.agreed_proof import prove_model
-from .driver.installation import install_programs, preview_programs
-from .driver.plan_check import check_effects, check_layout, check_passes
-from .errors import InvalidInput, InvalidPlan, MoefxError, NoMoEBlockFound
+from .driver.compile_pipeline import install_programs, preview_programs, prove_model
+from .driver.plan_check import check_plan, resolve_plan
+from .errors import InvalidInput, MoefxError, NoMoEBlockFound
 from .inspection.explain import Explanation, merge_refusals
 from .ir.argument_binding import ExampleInputs
 from .runtime.block_forward import BlockForward
@@ -73,7 +72,8 @@ def compile(
             (raised only with `strict` or a mesh).
         UnknownPlatform: the plan is `"auto"`, and MOEFX_PLATFORM names no platform.
     """
-    plan, original = _check_plan(plan, mesh), model
+    plan, original = resolve_plan(plan), model
+    check_plan(plan, mesh)
     model = unwrap_model(model)
     refuse_pipeline(model, "compile")
     if mesh is not None:
@@ -82,7 +82,7 @@ def compile(
         if find_expert_layouts(model):
             raise InvalidInput("this model is spread over a mesh already: compile the original again")
     with report_progress("moefx.compile"):
-        proven = prove_model(model, example_inputs, plan, mesh)
+        proven = prove_model(model, example_inputs, plan, mesh)  # steps 1 to 7 of `COMPILE_STEPS`
     survey = proven.survey
     if proven.decision and proven.decision.warning:
         warnings.warn(f"moefx: {proven.decision.warning}", stacklevel=2)
@@ -100,7 +100,7 @@ def compile(
             raise
         UNCHANGED[model] = Record((), (*survey.refused, Refusal("", str(error))), survey.seconds)
         return original
-    installed = install_programs(model, proven, compiled, copies)
+    installed = install_programs(model, proven, compiled, copies)  # steps 8 to 12
     for name, guard in installed.failed_guards.items() if strict else ():
         warnings.warn(
             f"moefx rewrote {name or 'the model'}, but not for calls like the example's, which run the original: "
@@ -169,8 +169,10 @@ def explain(
 
             record = dataclasses.replace(record, gradients=vars(model)[SPREAD_MESH].parallelized or record.gradients)
         return _explain_record(type(model).__name__, record, find_forwards(target), trace, verbose)
+    plan = resolve_plan(plan)
+    check_plan(plan, mesh)
     with report_progress("moefx.explain"):
-        proven = prove_model(model, example_inputs, _check_plan(plan, mesh), mesh)
+        proven = prove_model(model, example_inputs, plan, mesh)  # steps 1 to 7 of `COMPILE_STEPS`
     preview = preview_programs(model, proven)
     return Explanation(
         type(model).__name__,
@@ -211,29 +213,6 @@ def _explain_record(
         reports.append(dataclasses.replace(report, calls=calls, notes=notes, also_for=tuple(also)))
     options = {"planned": record.planned, "gradients": record.gradients, "trace": trace, "verbose": verbose}
     return Explanation(name, tuple(reports), record.refused, record.seconds, _count_providers(), **options)
-
-
-# ---------------------------------------------------------------------- pieces of compile
-def _check_plan(plan: Plan | str | None, mesh: Any) -> Plan:
-    """Return the plan to compile with.
-
-    Raises:
-        InvalidPlan: not a plan, not a mesh, or a plan that does not fit the mesh.
-    """
-    if mesh is not None and not hasattr(mesh, "mesh_dim_names"):
-        raise InvalidPlan(f"mesh is a {type(mesh).__name__}; expected a torch.distributed.DeviceMesh or None")
-    if plan is None:
-        return Plan()
-    if plan == "auto":
-        return Plan(expert_axis="auto", checkpoint="auto")
-    if not isinstance(plan, Plan):
-        shown = repr(plan) if isinstance(plan, str) else f"a {type(plan).__name__}"
-        advice = ": pass its plan()" if hasattr(plan, "plan") else ""
-        raise InvalidPlan(f"plan is {shown}; expected a moefx.Plan, 'auto' or None{advice}")
-    check_effects(plan, mesh)
-    check_layout(plan, mesh)
-    check_passes(plan)
-    return plan
 
 
 def _describe_refusals(model: nn.Module, survey: Survey) -> str:

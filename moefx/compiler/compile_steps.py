@@ -2,6 +2,9 @@
 
 `COMPILE_STEPS` is the only place that knows the order of passes. The lists of passes before and after the numeric check
 follow from it, and the names that `Plan(disable=...)` takes. docs/architecture.md shows the same table.
+
+`driver.compile_pipeline` runs the steps on a model, `block_compiler` on one block. A step without `run` is no pass: it
+makes the first graph, or only reads a graph.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ class Condition:
 
 
 ALWAYS = Condition("always")
+WITH_FUSION = Condition("unless `Plan(fuse=False)`", lambda context: context.plan.fuse)
 BY_POLICY = Condition("as `Plan(validation=...)` says")  # `check_policy` decides
 WITH_CAPACITY = Condition("with `Plan(capacity_factor=...)`", lambda context: context.plan.capacity_factor is not None)
 OVER_MESH = Condition("over a mesh", lambda context: context.expert_layout is not None)
@@ -98,13 +102,13 @@ class CompileStep:
         return self.run if self.bind is None else functools.partial(self.run, **self.bind(context))
 
 
-REWRITE, CHECKPOINT, NUMERIC_CHECK = "rewrite", "checkpoint", "numeric check"
+REWRITE, CHECKPOINT, NUMERIC_CHECK = "rewrite_block", "checkpoint", "numeric check"
 COMPILE_STEPS = (
     CompileStep("survey", "compiler/survey.py"),
     CompileStep("capture", "capture/concolic.py", "captured"),
     CompileStep("match", "matching/prove.py"),
     CompileStep(REWRITE, "passes/rewrite.py", "dialect"),
-    CompileStep("fuse", "passes/fuse.py", "fused", fuse, is_optional=True),
+    CompileStep("fuse", "passes/fuse.py", "fused", fuse, WITH_FUSION, is_optional=True),
     CompileStep(CHECKPOINT, "passes/checkpoint.py", "fused", set_checkpoint_policy, is_optional=True),
     CompileStep(NUMERIC_CHECK, "compiler/numeric_check.py", when=BY_POLICY),
     CompileStep("limit", "passes/capacity_limit.py", "fused", limit_capacity, WITH_CAPACITY),

@@ -221,10 +221,10 @@ def run_attempt(
     proof = ProofState(block, attempt.arguments, max_experts, attempt.size_restrictions, attempt.options)
     try:
         try:
-            match = prove(proof)  # captures and matches
+            match = prove(proof)  # steps 2 and 3 of `COMPILE_STEPS`: capture, match
             samples = SizeSamples(match, proof)
             match = explain_drops(match, samples)
-            match, result = rewrite(match, samples, names)
+            match, result = rewrite(match, samples, names)  # step 4
             if match.excludes_calls_without_tokens:
                 match = dataclasses.replace(match, is_empty_without_tokens=samples.is_empty_without_tokens())
         except Refused as refusal:

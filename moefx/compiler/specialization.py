@@ -119,6 +119,7 @@ class LazySpecializer:
         calls_before = forward.counts.original
         try:
             with forward.force_graph("original"):
+                # steps 2 to 6 of `COMPILE_STEPS`, then 8 to 11, and 7 if the program admits the call
                 result, (call_args, call_kwargs), attributes_read = self._prove(block, forward.name, abstract)
                 rewrite = finish_block(block, result, self.plan, expert_layout)
                 program = build_program(block, rewrite, call_args, call_kwargs, call.autocast, attributes_read, tied)

@@ -10,8 +10,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .._plan import Plan
+from ..capture.environment.worker_thread import run_proof
 from ..capture.search.block_search import BlockCandidates
 from ..errors import Cause, MoefxError, Refused
+from ..ir.argument_binding import find_device
 from ..util.model_copy import copy_model
 from ..util.progress import announce
 from .equal_modules import prove_equal_modules
@@ -21,14 +23,19 @@ from .survey_result import MatchedBlock, Refusal, Survey
 
 
 def survey_model(model: nn.Module, example_inputs: Any, plan: Plan) -> Survey:
-    """Find, prove and rewrite the MoE blocks of a model. The model itself does not change. Call it in a worker (see
-    `run_in_worker`).
+    """Find, prove and rewrite the MoE blocks of a model, in a worker thread. The model itself does not change.
+
+    Autocast is off: calls under autocast are proven when they occur.
 
     Raises:
         InvalidInput: the example inputs do not fit.
         CaptureError: the model does not run on them.
         MoefxError: the model is sharded by FSDP.
     """
+    return run_proof(lambda: _survey_model(model, example_inputs, plan), find_device(model).type)
+
+
+def _survey_model(model: nn.Module, example_inputs: Any, plan: Plan) -> Survey:
     start = time.perf_counter()
     announce(f"running {type(model).__name__} on abstract tensors")
     if is_fully_sharded(model):

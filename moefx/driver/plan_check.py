@@ -1,4 +1,7 @@
-"""Refuse plans that have no effect in part or name unknown passes, and layouts that the mesh does not have."""
+"""Resolve and check the plan of a public function.
+
+Refused are plans that have no effect in part or name unknown passes, and layouts that the mesh does not have.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,36 @@ _MESH_FIELDS = (
     "max_tokens", "stash_factor", "node_size", "topology_levels", "timeout",
 )  # fmt: skip
 _PLANNER_FIELDS = ("memory", "zero")
+
+
+def resolve_plan(plan: Plan | str | None) -> Plan:
+    """Return the plan for the argument `plan` of a public function: a `Plan`, "auto", or None for the defaults.
+
+    Raises:
+        InvalidPlan: anything else.
+    """
+    if plan is None:
+        return Plan()
+    if plan == "auto":
+        return Plan(expert_axis="auto", checkpoint="auto")
+    if not isinstance(plan, Plan):
+        shown = repr(plan) if isinstance(plan, str) else f"a {type(plan).__name__}"
+        advice = ": pass its plan()" if hasattr(plan, "plan") else ""
+        raise InvalidPlan(f"plan is {shown}; expected a moefx.Plan, 'auto' or None{advice}")
+    return plan
+
+
+def check_plan(plan: Plan, mesh: Any) -> None:
+    """Check the plan and the mesh of `compile`.
+
+    Raises:
+        InvalidPlan: not a mesh; or the plan has no effect in part, does not fit the mesh, or disables an unknown pass.
+    """
+    if mesh is not None and not hasattr(mesh, "mesh_dim_names"):
+        raise InvalidPlan(f"mesh is a {type(mesh).__name__}; expected a torch.distributed.DeviceMesh or None")
+    check_effects(plan, mesh)
+    check_layout(plan, mesh)
+    check_passes(plan)
 
 
 def check_effects(plan: Plan, mesh: Any) -> None:

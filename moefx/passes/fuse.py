@@ -40,8 +40,6 @@ class _UpProjection:
 @graph_pass(level="fused")
 def fuse(block: BlockGraph, plan: Any) -> BlockGraph:
     """Replace `combine(f(grouped_mm(g(grouped_mm(dispatch(x))))))` by one `expert_mlp(x)`."""
-    if not plan.fuse:
-        return block
     block = block.copy()
     for combine in block.find(ops.combine.default):
         try:

@@ -19,7 +19,7 @@ from ..api import compile as compile_model
 from ..compiled_blocks import RECORD
 from ..distribution.data_parallelism import Sharding
 from ..distribution.training_wiring import mark_as_spread
-from ..driver.plan_check import without_mesh_fields
+from ..driver.plan_check import resolve_plan, without_mesh_fields
 from ..errors import InvalidInput, InvalidPlan, NoMoEBlockFound
 from ..ir.argument_binding import ExampleInputs
 from ..planner.decision import Decision
@@ -164,12 +164,7 @@ def _check_call(model: nn.Module, mesh: DeviceMesh, plan: Plan | str | None, los
             f"the mesh ({axes}) has no axis {PIPELINE_AXIS!r} for the stages: "
             'init_device_mesh(device, (stages, ranks), mesh_dim_names=("pp", "ep"))'
         )
-    if plan is None:
-        plan = Plan()
-    if plan == "auto":
-        plan = Plan(expert_axis="auto", checkpoint="auto")
-    if not isinstance(plan, Plan):
-        raise InvalidPlan(f"pipeline(plan={plan!r}): expected a Plan, 'auto' or None")
+    plan = resolve_plan(plan)
     refuse_pipeline(model, "pipeline")
     if blocks := list(find_rewritten_blocks(model)):
         raise InvalidInput(

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._plan import Plan
-from ..compiler.checked_survey import survey_and_check
+from ..compiler.survey import survey_model
 from ..distribution.mesh_agreement import gather_by_rank
 from ..errors import MoefxError, UnknownArchitecture
 from ..planner.architecture import Architecture
@@ -68,7 +68,7 @@ def survey_for_planner(
     blocks: list[str] = []
     facts: Facts | str
     try:
-        survey = survey_and_check(model, example_inputs, Plan(validation="symbolic"))
+        survey = survey_model(model, example_inputs, Plan(validation="symbolic"))
         blocks = [f"{name}." for matched in survey.matched for name in matched.names]
         facts = collect_facts(model, survey, plan, find_mesh_platform(mesh, plan), example_inputs, mesh)
     except MoefxError as error:

@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from .._plan import Plan
-from ..compiler.checked_survey import survey_and_check
+from ..compiler.survey import survey_model
 from ..compiler.survey_result import Survey
 from ..errors import UnknownArchitecture
 from ..ir.expressions.expert_body import ExpertBody, find_up_widths
@@ -40,7 +40,7 @@ def describe(model: nn.Module, example_inputs: Any = None) -> Architecture:
         UnknownArchitecture: no block was rewritten, or the blocks differ. The message has the reasons or the sizes.
     """
     model = unwrap_model(model)
-    survey = survey_and_check(model, example_inputs, Plan(validation="symbolic"))
+    survey = survey_model(model, example_inputs, Plan(validation="symbolic"))
     return describe_survey(model, survey)
 
 

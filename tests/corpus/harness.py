@@ -200,7 +200,7 @@ def _reuse_survey() -> Iterator[None]:
             found.append(survey_model(*args))
         return found[0]
 
-    with mock.patch("moefx.compiler.checked_survey.survey_model", once):
+    with mock.patch("moefx.driver.compile_pipeline.survey_model", once):
         yield
 
 

@@ -51,7 +51,7 @@ def case_arguments_of_the_call() -> None:
         ("has 3 layers, the model 2", dict(split={"layers": [1, 2]})),
         ("the planner's layout has pp=4, and pipeline was given pp=2", dict(plan=PLAN.replace(layout={"pp": 4}))),
         ("layout has microbatches=8, and pipeline was given microbatches=4", dict(plan=PLAN.replace(layout=counts))),
-        ("expected a Plan, 'auto' or None", dict(plan="fastest")),
+        ("expected a moefx.Plan, 'auto' or None", dict(plan="fastest")),
         ("the planner's layout has zero=3, and pipeline was given data='fsdp' and zero=1",
          dict(plan=PLAN.replace(layout={"zero": 3}), zero=1)),
         ("data='ddp' shares nothing (ZeRO-0)", dict(data="ddp", zero=2)),

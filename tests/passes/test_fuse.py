@@ -306,6 +306,7 @@ class TestReduce:
 
 def test_a_plan_without_fusion_keeps_grouped_products():
     result = rewritten(Loop(), plan=Plan(fuse=False))
+    assert result.history.passes == ("rewrite_block", "checkpoint")
     assert not result.graph.find(ops.expert_mlp.default) and len(result.graph.find(ops.grouped_mm.default)) == 3
 
 

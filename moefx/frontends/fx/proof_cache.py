@@ -177,7 +177,7 @@ def _prove(analysis: GraphAnalysis, region: ExtractedRegion, plan: Plan) -> Cach
         use_device_autocast(region.device, dtype),
     ):
         try:
-            result = run_in_worker(lambda: rewrite_block(block, region.name, args, {}, plan))
+            result = run_in_worker(lambda: rewrite_block(block, region.name, args, {}, plan))  # steps 2 to 6
         except Refused as why:
             cached_refusal = CachedRefusal.copy_from(why)
             raise dataclasses.replace(cached_refusal, source=why.source or region.source).build_error() from None
@@ -195,8 +195,8 @@ def _prove(analysis: GraphAnalysis, region: ExtractedRegion, plan: Plan) -> Cach
             # The condition for using a single expert may match by chance.
             reason = "it contains one expert only, and does not form a mixture with the others"
             raise Refused(reason, source=region.source)
-        verdict = _check_numerically(analysis, region, result, plan)
-        result = finish_block(block, result, plan)
+        verdict = _check_numerically(analysis, region, result, plan)  # step 7
+        result = finish_block(block, result, plan)  # step 8
         program = build_program(block, result, args, {}, dtype)
     seconds = time.perf_counter() - start
     call = SurveyedCall(region.name, args, {})

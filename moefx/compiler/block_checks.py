@@ -1,11 +1,8 @@
-"""Prove the blocks of a model in one process, and check each rewrite numerically."""
+"""Check the rewrites of a survey numerically."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
-
-from torch import nn
 
 from .._plan import Plan
 from ..capture.environment.worker_thread import run_proof
@@ -14,31 +11,21 @@ from ..ir.argument_binding import find_device
 from ..util.module_names import quote_name
 from ..util.user_code import forward_line
 from .check_policy import CheckPolicy
-from .survey import survey_model
 from .survey_result import Refusal, Survey
 
 
-def survey_and_check(model: nn.Module, example_inputs: Any, plan: Plan, survey: Survey | None = None) -> Survey:
-    """Prove the blocks of a model and check each rewrite numerically. Autocast is off: calls under autocast are proven
-    when they occur.
-
-    Args:
-        survey: the survey, if it exists already.
-
-    Returns:
-        The survey without the rewrites that the check refuses.
-    """
-    return run_proof(
-        lambda: _check_blocks(survey or survey_model(model, example_inputs, plan), plan), find_device(model).type
-    )
-
-
-def _check_blocks(survey: Survey, plan: Plan) -> Survey:
+def check_blocks(survey: Survey, plan: Plan) -> Survey:
     """Check each rewrite numerically on a few tokens, as long as `plan.validation_seconds` last.
+
+    Autocast is off: calls under autocast are proven when they occur.
 
     Returns:
         The survey with the verdicts, and with the rewrites that differ among the refused.
     """
+    return run_proof(lambda: _check_blocks(survey, plan), find_device(survey.twin).type)
+
+
+def _check_blocks(survey: Survey, plan: Plan) -> Survey:
     modules = dict(survey.twin.named_modules())
     policy = CheckPolicy(plan)
     checked_blocks, refusals, unchecked = [], [*survey.refused], [*survey.unchecked]
