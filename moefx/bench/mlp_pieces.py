@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..lowering.triton import build_pft, tuning
 from ..lowering.triton.expert_mlp_backward_call import BackwardCall
-from ..lowering.triton.tile_configs import Config
+from ..lowering.triton.tile_configs import GemmConfig
 from .routing import sort_by_expert
 from .shapes import Shape, activation, draw_tensors, expert_body, random_routing
 
@@ -40,7 +40,7 @@ class MlpPieces:
     def route(self) -> Sequence[Any]:
         return build_pft.build_pft(self.ids, self.weights, None, num_experts=self.shape.E)
 
-    def list_kernels(self) -> dict[str, tuple[int, Callable[[Config], Any]]]:
+    def list_kernels(self) -> dict[str, tuple[int, Callable[[GemmConfig], Any]]]:
         """List the GEMMs: name -> (number of d x h matrices, work for a configuration).
 
         grad_down reads dO as the last act_backward left it: by token, or gathered.
@@ -49,7 +49,7 @@ class MlpPieces:
         grad_hidden, scaled = (self.grad_hidden, False), (self.scaled, False)
         hidden, grad_rows, parts = [self.hidden], [self.grad_hidden], self.shape.parts
 
-        def act_backward(tiles: Config) -> None:
+        def act_backward(tiles: GemmConfig) -> None:
             self.handed_on = run.act_backward(self.grad, True, hidden, grad_rows, self.scaled, True, tiles)[2:]
 
         return {
@@ -61,21 +61,21 @@ class MlpPieces:
             "grad_down": (1, lambda tiles: run.outer("grad_down", self.handed_on, scaled, dtype, tiles)),
         }
 
-    def list_tuned_kernels(self) -> dict[str, tuple[int, Callable[[Config], Any]]]:
+    def list_tuned_kernels(self) -> dict[str, tuple[int, Callable[[GemmConfig], Any]]]:
         """Return the work of `list_kernels` to tune configurations by: act_backward includes grad_down, which uses its
         gathered rows."""
         gemms = self.list_kernels()
         (_, act_backward), (_, grad_down) = gemms["act_backward"], gemms["grad_down"]
         tiles = self.choose_config("grad_down")
 
-        def both(other: Config) -> None:
+        def both(other: GemmConfig) -> None:
             act_backward(other)
             grad_down(tiles)
             self.handed_on = (self.grad, True)
 
         return gemms | {"act_backward": (2, both)}
 
-    def choose_config(self, kernel: str) -> Config:
+    def choose_config(self, kernel: str) -> GemmConfig:
         return tuning.find_nearest_config(kernel, self.x.device, self.x.dtype, self.get_sizes(kernel))[0]
 
     def get_sizes(self, kernel: str) -> tuple[int, int, int]:

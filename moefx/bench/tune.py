@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ..lowering.triton.autotune import time_candidates
-from ..lowering.triton.tile_configs import KERNELS, Config, get_target, list_candidates
+from ..lowering.triton.tile_configs import KERNELS, GemmConfig, get_target, list_candidates
 from ..lowering.triton.tuning import format_line
 from .mlp_pieces import MlpPieces
 from .results import add_shapes, add_workers, append_row, build_parser, compile_in_parallel
@@ -25,7 +25,7 @@ from .shapes import Shape
 _SETTLE_SECONDS = 0.04
 
 
-def list_jobs(kernels: list[str]) -> Iterator[tuple[str, Config]]:
+def list_jobs(kernels: list[str]) -> Iterator[tuple[str, GemmConfig]]:
     for kernel in kernels:
         for tiles in list_candidates(kernel, torch.device("cuda"), torch.bfloat16):
             yield kernel, tiles

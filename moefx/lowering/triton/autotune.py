@@ -26,7 +26,7 @@ from triton.errors import TritonError
 
 from ...errors import InvalidPlan
 from .launch_replay import pause_recording
-from .tile_configs import Config
+from .tile_configs import GemmConfig
 from .timing import measure_milliseconds, settle_clock
 
 _log = logging.getLogger(__name__)
@@ -66,8 +66,8 @@ def can_tune(shape: Sequence[int], num_experts: int) -> bool:
 
 
 def find_fastest(
-    name: str, candidates: Sequence[Config], trial: Callable[[Config], object]
-) -> tuple[Config | None, bool]:
+    name: str, candidates: Sequence[GemmConfig], trial: Callable[[GemmConfig], object]
+) -> tuple[GemmConfig | None, bool]:
     """Find the fastest candidate. Tries at least the first one, even without time.
 
     Returns:
@@ -93,14 +93,14 @@ def find_fastest(
 
 
 def time_candidates(
-    candidates: Sequence[Config],
-    trial: Callable[[Config], object],
+    candidates: Sequence[GemmConfig],
+    trial: Callable[[GemmConfig], object],
     *,
     rounds: int,
     repeats: int,
     seconds: float,
     settle_seconds: float = 0.0,
-) -> tuple[dict[Config, list[float]], bool]:
+) -> tuple[dict[GemmConfig, list[float]], bool]:
     """Time each candidate that fits, `rounds` times.
 
     Args:
@@ -122,7 +122,7 @@ def time_candidates(
             if not _does_not_fit(error):
                 raise
             _log.info("%s does not fit: %s", tiles.text, str(error)[:200])
-    times: dict[Config, list[float]] = {tiles: [] for tiles in fit}
+    times: dict[GemmConfig, list[float]] = {tiles: [] for tiles in fit}
     # Alternate between candidates: a GPU's clock changes under load by more than they differ.
     for tiles in [tiles for _ in range(rounds) for tiles in fit]:
         try:

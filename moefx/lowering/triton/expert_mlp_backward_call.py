@@ -16,7 +16,7 @@ from .expert_mlp_call import KernelCall
 from .gemm_backward import act_backward_kernel, outer_kernel
 from .launch import cdiv, choose_block
 from .launch_replay import apply, empty, launch
-from .tile_configs import Config, portable_config
+from .tile_configs import GemmConfig, portable_config
 from .weight_operands import is_describable, make_descriptor
 
 _SHARED_BYTES = 227 * 1024 - 4096  # shared memory of a block on GPUs with tensor descriptors, without barriers
@@ -33,7 +33,7 @@ class BackwardCall(KernelCall):
         grad_hidden: Sequence[Tensor],
         scaled_act: Tensor | None,
         need_w: bool,
-        tiles: Config | None = None,
+        tiles: GemmConfig | None = None,
     ) -> tuple[Tensor | None, int, Tensor, bool]:
         """Compute dH and scale * A.
 
@@ -43,7 +43,7 @@ class BackwardCall(KernelCall):
         call, pointwise = self.call, self.pointwise
         width, inner = self.act_width, self.out_width
 
-        def trial(tiles: Config) -> None:  # does not overwrite H
+        def trial(tiles: GemmConfig) -> None:  # does not overwrite H
             grad_buffers = [torch.empty_like(h) for h in hidden] if grad_hidden is hidden else grad_hidden
             self.act_backward(grad, gather, hidden, grad_buffers, scaled_act, need_w, tiles)
 
@@ -111,7 +111,7 @@ class BackwardCall(KernelCall):
         left: tuple[Tensor, bool],
         right: tuple[Tensor, bool],
         dtype: torch.dtype,
-        tiles: Config | None = None,
+        tiles: GemmConfig | None = None,
     ) -> Tensor:
         """Sum left[r]^T right[r] over each expert's rows, [E,.,.]. Each side is (rows, whether to gather them)."""
         sizes = right[0].shape[1], left[0].shape[1]

@@ -25,7 +25,7 @@ from .gemm_forward import rows_kernel, up_kernel
 from .launch import cdiv, choose_block
 from .launch_replay import apply, empty, launch
 from .pointwise import Pointwise, build_pointwise
-from .tile_configs import Config, get_target, num_multiprocessors, portable_config
+from .tile_configs import GemmConfig, get_target, num_multiprocessors, portable_config
 from .tiles import schedule_kernel
 from .tuning import choose_config
 from .weight_operands import Weights, is_describable, make_descriptor, stack_biases
@@ -77,7 +77,7 @@ class KernelCall:
         other.call, other.schedules = dataclasses.replace(self.call, expert_offsets=expert_offsets), {}
         return other
 
-    def config(self, kernel: str, columns: int, inner: int, trial: Callable[[Config], object]) -> Config:
+    def config(self, kernel: str, columns: int, inner: int, trial: Callable[[GemmConfig], object]) -> GemmConfig:
         """Return the configuration of a GEMM, which may be tuned with `trial`."""
         shape = (columns, inner, self.call.num_rows // self.num_experts)
         schedules = self.schedules.copy()
@@ -108,7 +108,7 @@ class KernelCall:
     def bins(self) -> int:
         return next_power_of_2(self.num_experts)
 
-    def grid(self, tiles: Config, num_tiles: int) -> tuple[int]:
+    def grid(self, tiles: GemmConfig, num_tiles: int) -> tuple[int]:
         if self.overlaps_exchange or not tiles.persistent:
             return (num_tiles,)
         return (min(num_tiles, tiles.persistent * num_multiprocessors(self.device)),)
@@ -137,7 +137,7 @@ class KernelCall:
 
     # -- pieces of the forward
 
-    def project_up(self, hidden: list[Tensor] | None, act: Tensor | None, tiles: Config | None = None) -> None:
+    def project_up(self, hidden: list[Tensor] | None, act: Tensor | None, tiles: GemmConfig | None = None) -> None:
         call, pointwise = self.call, self.pointwise
         width, inner = self.act_width, self.x.shape[1]
         tiles = tiles or self.config("up", width, inner, lambda tiles: self.project_up(hidden, act, tiles))
@@ -192,7 +192,7 @@ class KernelCall:
             self.pointwise.act_constants | dict(BT=bt, BD=bd),
         )
 
-    def project_down(self, act: Tensor, out: Tensor, scaled: bool, tiles: Config | None = None) -> None:
+    def project_down(self, act: Tensor, out: Tensor, scaled: bool, tiles: GemmConfig | None = None) -> None:
         scale = self.pointwise.scale if scaled else None
         self.multiply_rows([act], [self.down], out, backward=False, bias=self.down_bias, scale=scale, tiles=tiles)
 
@@ -206,11 +206,11 @@ class KernelCall:
         bias: Tensor | None = None,
         scale: Any = None,
         gather: bool = False,
-        tiles: Config | None = None,
+        tiles: GemmConfig | None = None,
     ) -> None:
         width, inner = out.shape[1], terms[0].shape[1]
 
-        def trial(tiles: Config) -> None:
+        def trial(tiles: GemmConfig) -> None:
             self.multiply_rows(
                 terms, weights, out, backward=backward, bias=bias, scale=scale, gather=gather, tiles=tiles
             )
@@ -268,7 +268,7 @@ class KernelCall:
     def launch_gemm(
         self,
         kernel: Any,
-        tiles: Config,
+        tiles: GemmConfig,
         num_tiles: int,
         width: int,
         inner: int,
@@ -279,7 +279,7 @@ class KernelCall:
         constants = {**constants, **even, **self.tile_constants(tiles)}
         launch(kernel, self.grid(tiles, num_tiles), args, constants, warps=tiles.warps, stages=tiles.stages)
 
-    def tile_constants(self, tiles: Config) -> dict[str, Any]:
+    def tile_constants(self, tiles: GemmConfig) -> dict[str, Any]:
         return dict(
             PRECISION=choose_matmul_precision(self.x),
             BM=tiles.bm,

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class GemmConfig:
     """Tile sizes and launch options of a GEMM kernel.
 
     Attributes:
@@ -83,12 +83,12 @@ def _by_kernel(up: T, rows: T, act_backward: T, outer: T) -> dict[str, T]:
 
 
 _HOPPER = _by_kernel(
-    up=Config(128, 128, 64, warps=8, stages=4, descriptors=True),
-    rows=Config(128, 256, 64, warps=8, stages=3, descriptors=True, persistent=1, flatten=True),
-    act_backward=Config(128, 256, 64, warps=8, stages=3, descriptors=True, persistent=1, flatten=True, fused=False),
-    outer=Config(128, 256, 32, warps=8, stages=7, descriptors=True),
+    up=GemmConfig(128, 128, 64, warps=8, stages=4, descriptors=True),
+    rows=GemmConfig(128, 256, 64, warps=8, stages=3, descriptors=True, persistent=1, flatten=True),
+    act_backward=GemmConfig(128, 256, 64, warps=8, stages=3, descriptors=True, persistent=1, flatten=True, fused=False),
+    outer=GemmConfig(128, 256, 32, warps=8, stages=7, descriptors=True),
 )
-_ROLES = Config(128, 256, 64, warps=8, stages=4, persistent=1, roles=True)
+_ROLES = GemmConfig(128, 256, 64, warps=8, stages=4, persistent=1, roles=True)
 _HOPPER_ROLES = _by_kernel(
     up=dataclasses.replace(_ROLES, stages=3),
     rows=_ROLES,
@@ -96,33 +96,33 @@ _HOPPER_ROLES = _by_kernel(
     outer=_ROLES,
 )
 _PORTABLE = _by_kernel(
-    up=Config(128, 64, 32, warps=8, stages=3),
-    rows=Config(128, 128, 32, warps=8, stages=3),
-    act_backward=Config(128, 64, 32, warps=8, stages=3, slices=2),
-    outer=Config(128, 128, 32, warps=8, stages=3),
+    up=GemmConfig(128, 64, 32, warps=8, stages=3),
+    rows=GemmConfig(128, 128, 32, warps=8, stages=3),
+    act_backward=GemmConfig(128, 64, 32, warps=8, stages=3, slices=2),
+    outer=GemmConfig(128, 128, 32, warps=8, stages=3),
 )
 _FLOAT32 = _by_kernel(
-    up=Config(64, 32, 32, warps=4, stages=2),
-    rows=Config(64, 64, 32, warps=4, stages=2),
-    act_backward=Config(64, 32, 32, warps=4, stages=2),
-    outer=Config(64, 64, 32, warps=4, stages=2),
+    up=GemmConfig(64, 32, 32, warps=4, stages=2),
+    rows=GemmConfig(64, 64, 32, warps=4, stages=2),
+    act_backward=GemmConfig(64, 32, 32, warps=4, stages=2),
+    outer=GemmConfig(64, 64, 32, warps=4, stages=2),
 )
 KERNELS = tuple(_HOPPER)
 
 
-def default_config(kernel: str, device: torch.device, dtype: torch.dtype) -> Config:
+def default_config(kernel: str, device: torch.device, dtype: torch.dtype) -> GemmConfig:
     """Return the configuration of a kernel if nothing is tuned."""
     if dtype is torch.float32:
         return _FLOAT32[kernel]
     return (_HOPPER_ROLES if get_target(device) == "sm90" else _PORTABLE)[kernel]
 
 
-def portable_config(kernel: str) -> Config:
+def portable_config(kernel: str) -> GemmConfig:
     """Return the configuration on sm90 if the kernels with roles do not support the tensors."""
     return _HOPPER[kernel]
 
 
-def list_candidates(kernel: str, device: torch.device, dtype: torch.dtype) -> list[Config]:
+def list_candidates(kernel: str, device: torch.device, dtype: torch.dtype) -> list[GemmConfig]:
     """List the configurations that tuning tries."""
     if dtype is torch.float32:
         return [default_config(kernel, device, dtype), *_FLOAT32_CANDIDATES[kernel]]
@@ -131,8 +131,8 @@ def list_candidates(kernel: str, device: torch.device, dtype: torch.dtype) -> li
     return [default_config(kernel, device, dtype), *_PORTABLE_CANDIDATES[kernel]]
 
 
-def _hopper_candidates() -> dict[str, list[Config]]:
-    c = functools.partial(Config, descriptors=True)
+def _hopper_candidates() -> dict[str, list[GemmConfig]]:
+    c = functools.partial(GemmConfig, descriptors=True)
     t = functools.partial(c, store_descriptors=True)
     r = functools.partial(dataclasses.replace, _ROLES)
     separate = [
@@ -167,9 +167,9 @@ def _hopper_candidates() -> dict[str, list[Config]]:
     )
 
 
-def _portable_candidates() -> dict[str, list[Config]]:
+def _portable_candidates() -> dict[str, list[GemmConfig]]:
     """Candidates that fit into 64 KiB of shared memory and the registers of every target."""
-    c = Config
+    c = GemmConfig
     rows = [c(128, 128, 64, 8, 2), c(128, 64, 32, 4, 3), c(64, 128, 32, 4, 3), c(128, 128, 32, 8, 3, persistent=1)]
     separate = [dataclasses.replace(tiles, fused=False) for tiles in (_PORTABLE["down"], *rows[:2])]
     return _by_kernel(
@@ -180,8 +180,8 @@ def _portable_candidates() -> dict[str, list[Config]]:
     )
 
 
-def _float32_candidates() -> dict[str, list[Config]]:
-    c = Config
+def _float32_candidates() -> dict[str, list[GemmConfig]]:
+    c = GemmConfig
     rows = [c(128, 64, 32, 8, 2), c(64, 128, 32, 8, 2), c(64, 64, 16, 4, 3)]
     separate = [dataclasses.replace(tiles, fused=False) for tiles in (_FLOAT32["down"], *rows[:1])]
     return _by_kernel(

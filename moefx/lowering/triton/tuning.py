@@ -20,15 +20,15 @@ import triton
 
 from ...errors import InvalidPlan
 from . import autotune, tile_configs
-from .tile_configs import Config
+from .tile_configs import GemmConfig
 
 TABLE = Path(os.environ.get("MOEFX_TUNING") or Path(__file__).with_name("tuning.jsonl"))
 _NEAR = 1.0  # largest `_distance` of a usable entry: one of three sizes off by a factor of 2
 
-TunedConfig = tuple[tuple[int, ...], Config, str]  # shape, configuration, origin
+TunedConfig = tuple[tuple[int, ...], GemmConfig, str]  # shape, configuration, origin
 _HERE = "here for"
 _log = logging.getLogger(__name__)
-_used: dict[tuple[str, str], tuple[Config, str]] = {}
+_used: dict[tuple[str, str], tuple[GemmConfig, str]] = {}
 
 
 def choose_config(
@@ -37,8 +37,8 @@ def choose_config(
     dtype: torch.dtype,
     shape: tuple[int, int, int],
     num_experts: int = 0,
-    trial: Callable[[Config], object] | None = None,
-) -> Config:
+    trial: Callable[[GemmConfig], object] | None = None,
+) -> GemmConfig:
     """Choose the configuration of a GEMM. `list_used_configs` has the reasons.
 
     Args:
@@ -72,7 +72,7 @@ def _log_untuned(target: str, dtype: str) -> None:
 
 def find_nearest_config(
     kernel: str, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]
-) -> tuple[Config, str, float]:
+) -> tuple[GemmConfig, str, float]:
     """Choose a configuration without tuning.
 
     Returns:
@@ -107,10 +107,10 @@ def _tune(
     device: torch.device,
     dtype: torch.dtype,
     shape: tuple[int, int, int],
-    trial: Callable[[Config], object],
-    first: Config,
+    trial: Callable[[GemmConfig], object],
+    first: GemmConfig,
     reason: str,
-) -> tuple[Config, str]:
+) -> tuple[GemmConfig, str]:
     others = [tiles for tiles in tile_configs.list_candidates(kernel, device, dtype) if tiles != first]
     best, is_complete = autotune.find_fastest(
         f"{kernel} {_dtype_name(dtype)} {_format_shape(shape)}", [first, *others], trial
@@ -155,7 +155,7 @@ def _load_entries(device: torch.device) -> dict[tuple[str, str, str], list[Tuned
     return entries
 
 
-def format_line(target: str, dtype: str, kernel: str, shape: Sequence[int], tiles: Config) -> str:
+def format_line(target: str, dtype: str, kernel: str, shape: Sequence[int], tiles: GemmConfig) -> str:
     """Format a line of a tuning table."""
     row = dict(target=target, dtype=dtype, kernel=kernel, shape=list(shape), config=dataclasses.asdict(tiles))
     return json.dumps(row)
@@ -164,10 +164,10 @@ def format_line(target: str, dtype: str, kernel: str, shape: Sequence[int], tile
 _MALFORMED = (ValueError, TypeError, KeyError, OverflowError, RecursionError)  # what `_parse_line` may raise
 
 
-def _parse_line(text: str) -> tuple[tuple[str, str, str], tuple[int, ...], Config]:
+def _parse_line(text: str) -> tuple[tuple[str, str, str], tuple[int, ...], GemmConfig]:
     row = json.loads(text)
     columns, inner, rows = map(int, row["shape"])
-    tiles = Config(**row["config"])
+    tiles = GemmConfig(**row["config"])
     for name, value in dataclasses.asdict(tiles).items():
         is_size = name in ("bm", "bn", "bk", "warps")
         minimum = 0 if name == "persistent" or isinstance(value, bool) else 1

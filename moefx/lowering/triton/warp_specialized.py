@@ -18,19 +18,21 @@ from torch import Tensor
 
 from .launch import cdiv
 from .launch_replay import launch
-from .tile_configs import Config
+from .tile_configs import GemmConfig
 from .weight_operands import Weights, is_describable
 
 if TYPE_CHECKING:
     from .expert_mlp_call import KernelCall
 
-# Tiles that fit into registers and shared memory. GEMMs with a pointwise part may be half as wide (`Config.bn`), with
-# twice as many warps for that part.
+# Tiles that fit into registers and shared memory. GEMMs with a pointwise part may be half as wide (`GemmConfig.bn`),
+# with twice as many warps for that part.
 _BM, _BN, _BK, _WARPS = 128, 256, 64, 8
 _TYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}  # Gluon's names
 
 
-def try_project_up(kernel_call: KernelCall, hidden: Sequence[Tensor] | None, act: Tensor | None, tiles: Config) -> bool:
+def try_project_up(
+    kernel_call: KernelCall, hidden: Sequence[Tensor] | None, act: Tensor | None, tiles: GemmConfig
+) -> bool:
     """Compute H, if it is kept, and the activation. Returns False if the kernel does not support the tensors."""
     from .hopper_pointwise import hopper_up_kernel
 
@@ -78,7 +80,7 @@ def try_multiply_rows(
     bias: Tensor | None,
     scale: Any,
     gather: bool,
-    tiles: Config,
+    tiles: GemmConfig,
 ) -> bool:
     """See `KernelCall.multiply_rows`. Returns False if the kernel does not support the tensors."""
     from .hopper import hopper_rows_kernel
@@ -106,7 +108,7 @@ def try_multiply_rows(
     return True
 
 
-def supports_act_backward(kernel_call: KernelCall, grad: Tensor, hidden: Sequence[Tensor], tiles: Config) -> bool:
+def supports_act_backward(kernel_call: KernelCall, grad: Tensor, hidden: Sequence[Tensor], tiles: GemmConfig) -> bool:
     fit = kernel_call.act_width % 8 == 0 and _can_describe(grad, *hidden)
     return fit and _describe_weights([kernel_call.down], backward=True, columns=tiles.bn) is not None
 
@@ -120,7 +122,7 @@ def act_backward(
     scaled_act: Tensor | None,
     dots: Tensor | None,
     constants: dict[str, Any],
-    tiles: Config,
+    tiles: GemmConfig,
 ) -> None:
     """See `BackwardCall.act_backward`; `hidden` and `grad_hidden` are the parts."""
     from .hopper_pointwise import hopper_act_backward_kernel
@@ -143,7 +145,7 @@ def act_backward(
 
 
 def try_outer(
-    kernel_call: KernelCall, left: tuple[Tensor, bool], right: tuple[Tensor, bool], out: Tensor, tiles: Config
+    kernel_call: KernelCall, left: tuple[Tensor, bool], right: tuple[Tensor, bool], out: Tensor, tiles: GemmConfig
 ) -> bool:
     """See `BackwardCall.outer`. Returns False if the kernel does not support the tensors."""
     from .hopper_outer import hopper_outer_kernel
@@ -176,7 +178,7 @@ def _launch(
     num_tiles: int,
     args: Sequence[Any],
     constants: dict[str, Any],
-    tiles: Config,
+    tiles: GemmConfig,
     bn: int = _BN,
     **extra: int,
 ) -> None:
@@ -184,7 +186,7 @@ def _launch(
     launch(kernel, kernel_call.grid(tiles, num_tiles), args, constants, warps=_WARPS)
 
 
-def _count_pointwise_warps(tiles: Config) -> int:
+def _count_pointwise_warps(tiles: GemmConfig) -> int:
     return 4 if tiles.bn == _BN else 8
 
 

@@ -31,7 +31,7 @@ from moefx.ir.expressions.expert_body import ExpertBody, Gemm
 from moefx.ir.ops.dialect import DROP_RULES
 from moefx.lowering.triton import autotune, build_pft, exchange_ops, expert_mlp_steps, peer_ops, tile_configs, tuning
 from moefx.lowering.triton import expert_mlp_call as run_module
-from moefx.lowering.triton.tile_configs import Config
+from moefx.lowering.triton.tile_configs import GemmConfig
 
 from ...ir.routings import Layer, interleaved_clamped, swiglu_list, weight_before
 
@@ -240,11 +240,11 @@ def compile_exchanges(dtype: torch.dtype) -> None:
         peer_ops.add_rows(peers, place, experts_per_rank=4, first_row=0)
 
 
-def list_roles(kernel: str, device: torch.device, dtype: torch.dtype) -> list[Config]:
+def list_roles(kernel: str, device: torch.device, dtype: torch.dtype) -> list[GemmConfig]:
     return [tiles for tiles in tile_configs.list_candidates(kernel, device, dtype) if tiles.roles]
 
 
-def list_configurations(dtype: torch.dtype, everything: bool) -> Iterator[tuple[str, dict[str, Config]]]:
+def list_configurations(dtype: torch.dtype, everything: bool) -> Iterator[tuple[str, dict[str, GemmConfig]]]:
     """Yield the origin of a configuration, and tiles for `tile_configs.KERNELS` in place of `tuning.choose_config`'s.
 
     Origins are "default", "separate" (kernels for the pointwise part), "roles" (warp specialization) and, with

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from moefx.ir import op_providers
-from moefx.lowering.triton.tile_configs import Config
+from moefx.lowering.triton.tile_configs import GemmConfig
 
 from ...ir.routings import LAYERS, Layer, Routing
 
 LINEAR = {name: make for name, make in LAYERS.items() if name != "nonlinear_out"}
-SMALL = Config(32, 32, 16, warps=4, stages=2, group=2, slices=2)
+SMALL = GemmConfig(32, 32, 16, warps=4, stages=2, group=2, slices=2)
 # All kinds of tiles and launches.
 CONFIGS = {
     "sliced": SMALL,

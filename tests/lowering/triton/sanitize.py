@@ -13,7 +13,7 @@ import torch
 from moefx.ir import op_providers
 from moefx.lowering.triton import expert_mlp_call as run_module
 from moefx.lowering.triton import launch_replay
-from moefx.lowering.triton.tile_configs import KERNELS, Config, list_candidates, portable_config
+from moefx.lowering.triton.tile_configs import KERNELS, GemmConfig, list_candidates, portable_config
 
 from ...ir.routings import Layer, draw_routing
 from .layers import LINEAR, move_layer, run_and_differentiate, separate
@@ -54,7 +54,7 @@ def run_steps(name: str) -> None:
         print(name, i, flush=True)
 
 
-def _candidates(kernel: str, dtype: torch.dtype) -> list[Config]:
+def _candidates(kernel: str, dtype: torch.dtype) -> list[GemmConfig]:
     return [*list_candidates(kernel, torch.device("cuda"), dtype), portable_config(kernel)]
 
 

@@ -22,7 +22,7 @@ from moefx.ir.ops import expert_gemms as experts
 from moefx.lowering import triton
 from moefx.lowering.triton import autotune, expert_mlp_steps, launch_replay, tile_configs, tuning
 from moefx.lowering.triton import expert_mlp_call as run_module
-from moefx.lowering.triton.tile_configs import KERNELS, Config
+from moefx.lowering.triton.tile_configs import KERNELS, GemmConfig
 
 from ...covering import sample_product
 from ...ir.routings import Routing, interleaved_clamped, swiglu_list, weight_before
@@ -71,7 +71,7 @@ def test_float16_is_cut_as_bfloat16(hopper, monkeypatch):
             tuning.find_nearest_config(kernel, CPU, dtype, SHAPE) for dtype in (torch.bfloat16, torch.float16)
         )
         assert chosen == wanted and reason == f"{why}, bfloat16"
-    float16_config = Config(64, 64, 64, warps=4, stages=2)  # one of two equally near entries
+    float16_config = GemmConfig(64, 64, 64, warps=4, stages=2)  # one of two equally near entries
     tuning._load_entries(CPU).setdefault(("sm90", "float16", "up"), []).append((SHAPE, float16_config, "here for"))
     assert tuning.find_nearest_config("up", CPU, torch.float16, SHAPE)[:2] == (
         float16_config,
@@ -90,7 +90,7 @@ def test_unknown_gluon_versions_get_other_kernels(hopper, monkeypatch):
 
 
 def test_text_names_settings_that_differ_from_the_default():
-    plain = Config(128, 256, 64, warps=8, stages=4)
+    plain = GemmConfig(128, 256, 64, warps=8, stages=4)
     assert plain.text == "128x256x64 warps=8 stages=4"
     assert dataclasses.replace(plain, group=4, roles=True).text == "128x256x64 warps=8 stages=4 group=4 roles"
 

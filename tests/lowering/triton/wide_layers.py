@@ -6,13 +6,13 @@ import dataclasses
 
 import torch
 
-from moefx.lowering.triton.tile_configs import Config
+from moefx.lowering.triton.tile_configs import GemmConfig
 
 from ...ir.routings import Layer
 from .aot import swiglu_halves
 from .layers import stack_storage
 
-ROLES = Config(128, 256, 64, warps=8, stages=4, persistent=1, roles=True)
+ROLES = GemmConfig(128, 256, 64, warps=8, stages=4, persistent=1, roles=True)
 CONFIGS = dict.fromkeys(["down", "grad_x", "grad_up", "grad_down"], ROLES)
 CONFIGS |= dict.fromkeys(["up", "act_backward"], dataclasses.replace(ROLES, stages=3))
 NARROW = CONFIGS | dict.fromkeys(["up", "act_backward"], dataclasses.replace(ROLES, bn=128, stages=6))
