@@ -2,7 +2,7 @@
 
     python benchmarks/scale.py [--rows 'layer/*' 3 ...] [--gpus 8] [--minutes 30] [--out FILE] [--list]
     python benchmarks/scale.py --dry-run --gpus 4       every row tiny on the CPU, to test this script
-    python benchmarks/scale.py --report FILE            tables, bars and a page of plots
+    python benchmarks/scale.py --report FILE            tables, targets and a page of plots
 
 | part | rows |
 |---|---|
@@ -35,7 +35,7 @@ if __name__ == "__main__":
 
 from benchmarks.scaling.launcher import measure_seconds, run_row
 from benchmarks.scaling.results_file import DONE, ROOT, Record, ResultsFile, read_environment
-from benchmarks.scaling.rows import Row, build_rows
+from benchmarks.scaling.rows import ScalingRow, build_rows
 
 LIMIT = 480.0  # seconds of a row
 _LEAST = 30.0  # seconds in which a row can be worth a start
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_rows(fits, options, options.out or choose_file(gpus, options.dry_run))
 
 
-def run_rows(rows: Sequence[Row], options: argparse.Namespace, out: Path) -> int:
+def run_rows(rows: Sequence[ScalingRow], options: argparse.Namespace, out: Path) -> int:
     """Run rows that have no results yet, and append theirs to the file after each."""
     file = ResultsFile(out, options.dry_run)
     logs = options.logs or Path(tempfile.mkdtemp(prefix="scale_"))

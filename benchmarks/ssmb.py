@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 4 -m benchmarks.ssmb ...
 
 X-MoE figures 13 and 14, of one layer. Without torchrun: on one GPU, one rank of four, whose exchanges are emulated
-(`moefx.bench.mirror_group`). For each way ms of a forward and backward, medians in turns, of the slowest rank, MiB that
-the forward keeps for the backward beside its input, and the peak of a step.
+(`moefx.bench.mirror_group`). For each variant ms of a forward and backward, medians in turns, of the slowest rank, MiB
+that the forward keeps for the backward beside its input, and the peak of a step.
 
 Between ranks also the bytes that gather the shards of the tokens, and their formula: a rank sends its shard to the
 others of its axis in the forward, and the gradients of the shard and of its routing weights in the backward (X-MoE
@@ -73,7 +73,7 @@ def gathered_bytes(step: Step) -> float:
 
 
 def build_layers(shape: Shape, mesh: DeviceMesh, device: RankDevice) -> dict[str, torch.nn.Module]:
-    """The layer in each way. An axis of one rank has the tokens for itself: nothing is shared."""
+    """The layer in each variant. An axis of one rank has the tokens for itself: nothing is shared."""
     torch.manual_seed(0)
     layer = Layer(shape, device=device.type)
     example = (torch.zeros(64, shape.d, device=device.type, dtype=torch.bfloat16),)
@@ -107,32 +107,34 @@ def main() -> None:
     tp, ranks = options.tensor_parallel, dist.get_world_size()
     mesh = init_device_mesh(device.type, (ranks // tp, tp), mesh_dim_names=("dp", "tp"))
     shape = dataclasses.replace(options.shape, T=options.tokens)
-    steps = {way: Step(found, shape, device) for way, found in build_layers(shape, mesh, device).items()}
+    steps = {variant: Step(found, shape, device) for variant, found in build_layers(shape, mesh, device).items()}
     for step in steps.values():  # ranks of one axis have the same tokens
         step.generator.manual_seed(17 + dist.get_rank() // tp)
-    times: dict[str, list[float]] = {way: [] for way in steps}
+    times: dict[str, list[float]] = {variant: [] for variant in steps}
     figures: dict[str, dict[str, float]] = {}
-    for way, step in steps.items():
+    for variant, step in steps.items():
         step.measure_milliseconds()
         memory = kept(step)
         device.reset_peak_memory()
         step.measure_milliseconds()
         peak = 1024 * device.read_peak_gib()
-        figures[way] = dict(kept_mib=memory, peak_mib=peak)
+        figures[variant] = dict(kept_mib=memory, peak_mib=peak)
         if not mirrors:
             gathered_row = 2 * shape.d * 2 + shape.K * WEIGHT_BYTES  # a token, its gradient, and those of its weights
-            formula = float((tp - 1) * -(-shape.T // tp) * gathered_row) if way == "SSMB" else 0.0
-            figures[way] |= dict(gather_bytes=gathered_bytes(step), gather_formula_bytes=formula)
+            formula = float((tp - 1) * -(-shape.T // tp) * gathered_row) if variant == "SSMB" else 0.0
+            figures[variant] |= dict(gather_bytes=gathered_bytes(step), gather_formula_bytes=formula)
     for _ in range(options.rounds):
-        for way, step in steps.items():
-            times[way].append(step.measure_milliseconds())
-    for way, found in times.items():
+        for variant, step in steps.items():
+            times[variant].append(step.measure_milliseconds())
+    for variant, found in times.items():
         names = ("kept_mib", "peak_mib")
-        ms, *largest = take_largest([statistics.median(found), *(figures[way][name] for name in names)], device.type)
-        row: dict[str, Any] = dict(shape=shape.name, tokens=shape.T, ranks=ranks, tensor_parallel=tp, way=way)
-        row |= dict(mirror=mirrors, ms=ms) | figures[way] | dict(zip(names, largest, strict=True))
+        ms, *largest = take_largest(
+            [statistics.median(found), *(figures[variant][name] for name in names)], device.type
+        )
+        row: dict[str, Any] = dict(shape=shape.name, tokens=shape.T, ranks=ranks, tensor_parallel=tp, way=variant)
+        row |= dict(mirror=mirrors, ms=ms) | figures[variant] | dict(zip(names, largest, strict=True))
         if dist.get_rank() == 0:
-            print(f"{shape.name} TP={tp}  {way:26} {ms:7.2f} ms  {row['kept_mib']:8.1f} MiB kept", flush=True)
+            print(f"{shape.name} TP={tp}  {variant:26} {ms:7.2f} ms  {row['kept_mib']:8.1f} MiB kept", flush=True)
             if options.out:
                 append_row(row, options.out)
     dist.destroy_process_group()

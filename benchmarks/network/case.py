@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.network.links import address, nodes
 
 ROOT = Path(__file__).parents[2]
-WAYS = ("flat", "dedup", "rbd", "halo", "halo,flat")
+VARIANTS = ("flat", "dedup", "rbd", "halo", "halo,flat")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +42,13 @@ class Case:
         return n * (1 - math.comb(e - e // n, k) / math.comb(e, k))
 
 
-def measured(case: Case, repeats: int, ways: Sequence[str] = WAYS, links: float = 0) -> dict:
+def measured(case: Case, repeats: int, variants: Sequence[str] = VARIANTS, links: float = 0) -> dict:
     """What `exchange.py` prints. `links`: seconds, at most, for one size of message while it measures the network."""
     port = random.randint(20000, 29000)
     world = case.nodes * case.ranks
     arguments = ["--tokens", case.tokens, "--dim", case.dim, "--experts", case.experts, "--top-k", case.top_k,
-                 "--node-size", case.ranks, "--repeats", repeats, "--links", links, "--ways", *ways]  # fmt: skip
+                 "--node-size", case.ranks, "--repeats", repeats, "--links", links,
+                 "--variants", *variants]  # fmt: skip
     if case.racks > 1:
         arguments += ["--levels", world // case.racks]
     workers = []

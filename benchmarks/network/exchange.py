@@ -1,4 +1,4 @@
-"""One rank of `run.py`: times of dispatch and combine of each way, on the rewritten graphs of one block."""
+"""One rank of `run.py`: times of dispatch and combine of each variant, on the rewritten graphs of one block."""
 
 from __future__ import annotations
 
@@ -97,15 +97,15 @@ def links_between(node_size: int, above: list[int], longest: float) -> dict[str,
     return {"handling": handling, "exchanges": [dataclasses.asdict(each) for each in exchanges]}
 
 
-def rows_by_hop(ids: torch.Tensor, args: argparse.Namespace, way: str) -> dict[str, Any]:
+def rows_by_hop(ids: torch.Tensor, args: argparse.Namespace, variant: str) -> dict[str, Any]:
     """What the planner's formulas say of the choices of all ranks: rows from rank to rank in each hop of dispatch, and
     the bytes of dispatch and combine that go to other ranks."""
     world = dist.get_world_size()
     units = [world, *sorted(args.levels, reverse=True), args.node_size, 1]
-    sizes = [large // small for large, small in itertools.pairwise(units)] if way in ("rbd", "halo") else [world]
+    sizes = [large // small for large, small in itertools.pairwise(units)] if variant in ("rbd", "halo") else [world]
     sources = torch.arange(world).repeat_interleave(args.tokens)
-    found = count_traffic(ids.sort(-1).values.t(), sources, args.experts, sizes, way)
-    there, back, *_ = row_bytes(args.dim, 1 if way == "flat" else args.top_k, args.experts // world, args.top_k > 1)
+    found = count_traffic(ids.sort(-1).values.t(), sources, args.experts, sizes, variant)
+    there, back, *_ = row_bytes(args.dim, 1 if variant == "flat" else args.top_k, args.experts // world, args.top_k > 1)
     every = [*found.hops, *([] if found.beside is None else [found.beside])]
     sent = sum(int(hop.sum() - hop.trace()) for hop in every) * (there + back)
     beside = None if found.beside is None else found.beside.tolist()
@@ -118,7 +118,7 @@ def main() -> None:
     for name in ("tokens", "dim", "experts", "top-k", "node-size", "repeats"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--levels", type=int, nargs="*", default=[])
-    parser.add_argument("--ways", nargs="+", required=True)
+    parser.add_argument("--variants", nargs="+", required=True)
     parser.add_argument(
         "--links", type=float, default=0, help="measure the links first, so many seconds a size at most"
     )
@@ -131,13 +131,15 @@ def main() -> None:
     block = Block(args.dim, args.experts, args.top_k).bfloat16()
     links = links_between(args.node_size, args.levels, args.links) if args.links else None
     graphs, blocks = {}, {}
-    for way in args.ways:
+    for variant in args.variants:
         plan = moefx.Plan(
-            dispatch=way.partition(",")[0], pilots="," not in way, node_size=args.node_size,
+            dispatch=variant.partition(",")[0], pilots="," not in variant, node_size=args.node_size,
             topology_levels=tuple(args.levels), validation="symbolic",
         )  # fmt: skip
-        blocks[way] = moefx.compile(block, mesh=mesh, plan=plan, example_inputs=(torch.zeros(8, args.dim).bfloat16(),))
-        graphs[way] = Parts(fx.GraphModule(blocks[way], moefx.graph(blocks[way], "").graph))
+        blocks[variant] = moefx.compile(
+            block, mesh=mesh, plan=plan, example_inputs=(torch.zeros(8, args.dim).bfloat16(),)
+        )
+        graphs[variant] = Parts(fx.GraphModule(blocks[variant], moefx.graph(blocks[variant], "").graph))
     auto = moefx.Plan(node_size=args.node_size, topology_levels=tuple(args.levels), validation="symbolic")
     found = moefx.compile(block, mesh=mesh, plan=auto, example_inputs=(torch.zeros(8, args.dim).bfloat16(),))
     picked = str(find_expert_layouts(found)[""])
@@ -148,10 +150,10 @@ def main() -> None:
         if links:
             ids = [torch.empty(args.tokens, args.top_k, dtype=torch.int64) for _ in range(world)]
             dist.all_gather(ids, block.router(x).float().softmax(-1).topk(args.top_k, -1).indices)
-            for way in args.ways:
-                rows_of[way] = rows_by_hop(torch.cat(ids), args, way) if "," not in way else None
+            for variant in args.variants:
+                rows_of[variant] = rows_by_hop(torch.cat(ids), args, variant) if "," not in variant else None
         want = block(x[:16]).float()
-        for way, graph in graphs.items():
+        for variant, graph in graphs.items():
             counter = exchange.start_all_to_all = Counter(args.node_size)
             out = graph.run(x)
             out = (out[0] if isinstance(out, (tuple, list)) else out)[:16].float()
@@ -159,15 +161,15 @@ def main() -> None:
             error = ((out - want).norm() / want.norm()).item()
             dist.all_reduce(counter.found)
             rows, leaves, sent = counter.found.tolist()
-            if links and rows_of[way]:
-                assert sent == rows_of[way]["bytes"], (way, sent, rows_of[way]["bytes"])
+            if links and rows_of[variant]:
+                assert sent == rows_of[variant]["bytes"], (variant, sent, rows_of[variant]["bytes"])
             counts = {"rows": rows // 2, "leaves_node": leaves, "sends": sent // world}  # bytes: dispatch and combine
-            results[way] = {"error": error, **counts, "dispatch": [], "combine": []}
+            results[variant] = {"error": error, **counts, "dispatch": [], "combine": []}
         for _ in range(args.repeats):  # in turns
-            for way, graph in graphs.items():
+            for variant, graph in graphs.items():
                 graph.run(x)
                 for part, seconds in graph.seconds.items():
-                    results[way][part].append(seconds)
+                    results[variant][part].append(seconds)
     for result in results.values():
         for part in ("dispatch", "combine"):
             result[part] = round(1e3 * statistics.median(result[part]), 2)

@@ -30,7 +30,7 @@ CASES = (
     Case(2, 2, 512, 1024), Case(2, 2, 1024, 2048), Case(4, 2, 256, 2048), Case(4, 2, 512, 1024),
     Case(2, 2, 2048, 1024, "100mbit", top_k=2), Case(4, 2, 256, 1024, "400mbit"), Case(2, 2, 4096, 1024, top_k=1),
 )  # fmt: skip
-WAYS = ("flat", "dedup", "rbd", "halo")
+VARIANTS = ("flat", "dedup", "rbd", "halo")
 PARTS = {"dispatch": "there", "combine": "back"}
 
 
@@ -43,14 +43,14 @@ def platform(links: dict) -> Platform:
     return dataclasses.replace(find_platform("dgx-h100"), networks=networks, handling=found.handling)
 
 
-def closed(case: Case, here: Platform, way: str, width: int) -> float:
+def closed(case: Case, here: Platform, variant: str, width: int) -> float:
     """Seconds of one direction, rows of so many bytes."""
     sizes, networks = here.list_levels(case.nodes * case.ranks)
     links = tuple((n.latency, 1 / n.bandwidth) for n in networks)
     level = collect_level_values(sizes, links, combine_links(sizes, links), here.handling)
     return build_exchange_sheet(len(sizes))(
         E=case.experts, k=case.top_k, t=case.tokens, w=width, w1=width, w_all=width, **level
-    )[f"T_{way}"]
+    )[f"T_{variant}"]
 
 
 def of_rows(here: Platform, traffic: dict, width: int) -> float:
@@ -80,12 +80,12 @@ def of_rows(here: Platform, traffic: dict, width: int) -> float:
 
 def compared(case: Case, found: dict) -> list[dict]:
     here, rows = platform(found["links"]), []
-    for (way, result), (part, width) in itertools.product(found["ways"].items(), PARTS.items()):
-        traffic = found["traffic"][way]
+    for (variant, result), (part, width) in itertools.product(found["ways"].items(), PARTS.items()):
+        traffic = found["traffic"][variant]
         seconds = result[part] / 1e3
-        errors = [p / seconds - 1 for p in (closed(case, here, way, traffic[width]),
+        errors = [p / seconds - 1 for p in (closed(case, here, variant, traffic[width]),
                                             of_rows(here, traffic, traffic[width]))]  # fmt: skip
-        rows.append({"way": way, "part": part, "ms": result[part], "bytes": traffic["bytes"], "closed": errors[0],
+        rows.append({"way": variant, "part": part, "ms": result[part], "bytes": traffic["bytes"], "closed": errors[0],
                      "of_rows": errors[1]})  # fmt: skip
     return rows
 
@@ -100,7 +100,7 @@ def main() -> None:
         raise SystemExit(f"skipped: {lack}")
     results = []
     for case in [c for c in CASES if c.name.startswith(args.only)]:
-        found = measured(case, args.repeats, WAYS, links=4)
+        found = measured(case, args.repeats, VARIANTS, links=4)
         here, rows = platform(found["links"]), compared(case, found)
         print(case.name)
         for network in here.networks:

@@ -3,7 +3,8 @@
 python -m benchmarks.network.run [--json] [--only 2x2] [--sweep]
 
 Needs Linux and root. Bandwidth is emulated, not latency. Dispatch and combine are timed apart, on the slowest rank,
-ways in turns; medians. `--sweep` is for other numbers of nodes and sizes of messages, as figure 8 of the Piper paper.
+variants in turns; medians. `--sweep` is for other numbers of nodes and sizes of messages, as figure 8 of the Piper
+paper.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ CASES = (
 
 def table(case: Case, found: dict) -> str:
     lines = [f"{case.name}   a token's experts are on {case.nodes_of_a_token:.2f} nodes (uniform)"]
-    ways, tokens = found["ways"], case.tokens * case.nodes * case.ranks
-    flat = ways["flat"]
-    for way, r in ways.items():
+    variants, tokens = found["ways"], case.tokens * case.nodes * case.ranks
+    flat = variants["flat"]
+    for variant, r in variants.items():
         speed = " ".join(f"{part} {r[part]:8.1f} ms {flat[part] / r[part]:5.2f}x" for part in ("dispatch", "combine"))
         rows = f"{r['rows'] / tokens:.3f} rows a token leave the node"
-        lines.append(f"  {way:10} {speed}   {rows}   error {r['error']:.1e}")
+        lines.append(f"  {variant:10} {speed}   {rows}   error {r['error']:.1e}")
     return "\n".join([*lines, f"  auto: {found['auto']}"])
 
 

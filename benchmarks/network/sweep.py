@@ -1,8 +1,8 @@
-"""How many times as fast as `flat` each way is, by nodes and bytes of a message (as Piper, figure 8)."""
+"""How many times as fast as `flat` each variant is, by nodes and bytes of a message (as Piper, figure 8)."""
 
 from __future__ import annotations
 
-from benchmarks.network.case import WAYS, Case, measured
+from benchmarks.network.case import VARIANTS, Case, measured
 
 _RATE = 200  # Mbit/s of a node
 CASES = tuple(
@@ -22,20 +22,20 @@ def steady(case: Case, repeats: int) -> list[dict]:
 
 def line(case: Case, runs: list[dict]) -> str:
     """Dispatch plus combine: what a rank sends to others, milliseconds, how many of them a node's link takes for what
-    leaves it, and how many times as fast as `flat` each way is; in both runs."""
+    leaves it, and how many times as fast as `flat` each variant is; in both runs."""
     flat = runs[0]["ways"]["flat"]
     leaves = flat["leaves_node"] / case.nodes
     shown = [
         f"{case.nodes}x{case.ranks}, T={case.tokens:<4} flat: {flat['sends'] / 2**20:6.2f} MiB a rank",
         f"{_both(map(_flat, runs), '.0f')} ms, the link's {8 * leaves / _RATE / 1e3:.0f}",
     ]
-    for way in WAYS[1:]:
-        shown.append(f"{way} {_both((_flat(run) / _total(run, way) for run in runs), '.2f')}x")
+    for variant in VARIANTS[1:]:
+        shown.append(f"{variant} {_both((_flat(run) / _total(run, variant) for run in runs), '.2f')}x")
     return "   ".join(shown)
 
 
-def _total(run: dict, way: str) -> float:
-    return run["ways"][way]["dispatch"] + run["ways"][way]["combine"]
+def _total(run: dict, variant: str) -> float:
+    return run["ways"][variant]["dispatch"] + run["ways"][variant]["combine"]
 
 
 def _flat(run: dict) -> float:

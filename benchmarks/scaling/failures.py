@@ -1,6 +1,6 @@
 """Kill a rank inside of an exchange, and see what the other ranks do.
 
-    python -m benchmarks.scaling.failures --way dedup --ranks 4 [--seconds 20] [--out FILE]
+    python -m benchmarks.scaling.failures --variant dedup --ranks 4 [--seconds 20] [--out FILE]
 
 Rank 1 trains a layer with the others. Then it kills itself (SIGKILL) in the next step when it should start its part of
 an exchange of rows, or of a device-side barrier under "pull": the others have started theirs, and wait. With "+graph"
@@ -49,8 +49,8 @@ _STARTS = 300.0  # seconds that ranks have until the step in which one dies
 _WORST = 3.0  # limits that a rank may wait, until it counts as one that still waits
 
 
-def list_moments(way: str) -> tuple[str, ...]:
-    return ("replay",) if way.endswith("+graph") else ("forward", "backward")
+def list_moments(variant: str) -> tuple[str, ...]:
+    return ("replay",) if variant.endswith("+graph") else ("forward", "backward")
 
 
 class Killer:
@@ -79,7 +79,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run_rank(way: str, moment: str, seconds: float, device_type: str, report: Path) -> None:
+def run_rank(variant: str, moment: str, seconds: float, device_type: str, report: Path) -> None:
     """Run one rank until rank 1 is dead, and write what happened to this one."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if device_type == "cuda":
@@ -109,9 +109,9 @@ def run_rank(way: str, moment: str, seconds: float, device_type: str, report: Pa
     device = RankDevice(device_type)
     mesh = init_device_mesh(device_type, (world,), mesh_dim_names=("ep",))
     torch.manual_seed(0)
-    node_size = world // 2 if way in ("rbd", "halo") else world
+    node_size = world // 2 if variant in ("rbd", "halo") else world
     variants = VariantSet(shape, mesh, Layer(shape, device=device_type), node_size, device)
-    name, _, captured = way.partition("+")
+    name, _, captured = variant.partition("+")
     limit = f",max_tokens={shape.T}" if name in ("gather", "pull") else ""
     variant = f"{name}{limit},timeout={seconds}{'+' * bool(captured)}{captured}"
     variants.add(variant)
@@ -147,7 +147,7 @@ def run_rank(way: str, moment: str, seconds: float, device_type: str, report: Pa
     os._exit(0)  # the group is broken
 
 
-def run_moment(way: str, moment: str, ranks: int, seconds: float, device: str) -> list[dict[str, Any]]:
+def run_moment(variant: str, moment: str, ranks: int, seconds: float, device: str) -> list[dict[str, Any]]:
     """Run all ranks, and return what happened to each but the killed one.
 
     Raises:
@@ -155,7 +155,7 @@ def run_moment(way: str, moment: str, ranks: int, seconds: float, device: str) -
     """
     with tempfile.TemporaryDirectory() as folder:
         reports = [Path(folder) / f"{rank}.json" for rank in range(ranks)]
-        processes = fork_ranks(ranks, lambda rank: run_rank(way, moment, seconds, device, reports[rank]))
+        processes = fork_ranks(ranks, lambda rank: run_rank(variant, moment, seconds, device, reports[rank]))
         # In this process, so that it survives every rank. It has threads: after the forks.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port = Path(folder) / "port.new"
@@ -225,13 +225,13 @@ def judge(ends: list[dict[str, Any]]) -> Outcome:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--way", required=True, help="a dispatch, with +graph or not")
+    parser.add_argument("--variant", required=True, help="a dispatch, with +graph or not")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=20.0, help="the limit of an exchange, Plan(timeout=...)")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu only tests the benchmark")
     parser.add_argument("--out", default=None)
     options = parser.parse_args()
-    for moment in list_moments(options.way):
+    for moment in list_moments(options.variant):
         # in a process of its own: the store leaves threads, and a process with threads should not fork the next ranks
         process = multiprocessing.get_context("fork").Process(target=report_moment, args=(moment, options))
         process.start()
@@ -242,11 +242,11 @@ def main() -> None:
 
 def report_moment(moment: str, options: argparse.Namespace) -> None:
     """Run one moment, and print and append what happened."""
-    ends = run_moment(options.way, moment, options.ranks, options.seconds, options.device)
-    row = dict(way=options.way, moment=moment, ranks=options.ranks, limit_s=options.seconds, ends=ends)
+    ends = run_moment(options.variant, moment, options.ranks, options.seconds, options.device)
+    row = dict(way=options.variant, moment=moment, ranks=options.ranks, limit_s=options.seconds, ends=ends)
     row |= dataclasses.asdict(judge(ends))
     outcomes = ", ".join(f"rank {end['rank']} {end['outcome']} ({end['seconds']} s)" for end in ends)
-    print(f"{options.way} {moment}: {outcomes}", flush=True)
+    print(f"{options.variant} {moment}: {outcomes}", flush=True)
     if options.out:
         append_row(row, options.out)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .results_file import DONE, FAILED, ROOT, TIMED_OUT
-from .rows import Row
+from .rows import ScalingRow
 
 _GRACE = 20.0  # seconds that torchrun has to end its ranks
 _ERROR = re.compile(
@@ -23,7 +23,7 @@ _ERROR = re.compile(
 )
 
 
-def run_row(row: Row, limit: float, log: Path, is_dry: bool) -> tuple[str, str, list[dict[str, Any]]]:
+def run_row(row: ScalingRow, limit: float, log: Path, is_dry: bool) -> tuple[str, str, list[dict[str, Any]]]:
     """Run a row, and write the output of its processes to a file.
 
     Args:
@@ -59,7 +59,7 @@ def run_row(row: Row, limit: float, log: Path, is_dry: bool) -> tuple[str, str, 
     return FAILED, find_error(text) if code else "no results", results
 
 
-def build_command(row: Row, out: Path, is_dry: bool) -> list[str]:
+def build_command(row: ScalingRow, out: Path, is_dry: bool) -> list[str]:
     command = [sys.executable, "-m"]
     if not row.starts_ranks and is_dry:
         command += ["benchmarks.scaling.forked_ranks", str(row.gpus)]

@@ -1,4 +1,4 @@
-"""A page of the results of `benchmarks/scale.py`: bars, tables and plots, in Markdown beside the file of results."""
+"""A page of the results of `benchmarks/scale.py`: targets, tables and plots, in Markdown beside the file of results."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .bars import Result, collect_results, find_skew_costs, find_strong_scaling, judge
 from .results_file import DONE, Record, read_records
 from .rows import PARTS
+from .targets import VARIANT, Result, collect_results, find_skew_costs, find_strong_scaling, judge
 
 Column = tuple[str, Callable[[Result], Any]]
+_VARIANT: Column = "variant", lambda result: result.get(VARIANT, "-")
 
 
 def write_page(path: Path) -> int:
@@ -34,15 +35,17 @@ def write_page(path: Path) -> int:
 
 
 def format_page(records: Sequence[Record]) -> str:
-    """Format the environment, the bars, a table for each part, and the rows that failed."""
+    """Format the environment, the targets, a table for each part, and the rows that failed."""
     environment = records[-1].environment if records else {}
     devices, versions = environment.get("devices", {}), environment.get("versions", {})
     machine = f"{devices.get('accelerator', '?')}, torch {versions.get('torch', '?')}, {environment.get('commit', '?')}"
     title = "Dry run on a CPU: the figures mean nothing" if any(r.is_dry for r in records) else "Scaling"
     parts = [f"# {title}", machine]
-    if bars := [] if any(record.is_dry for record in records) else judge(records):
-        rows = [(bar.name, bar.demand, bar.found, "met" if bar.is_met else "**missed**") for bar in bars]
-        parts += ["## Bars", format_table(("bar", "demand", "measured", ""), rows)]
+    if targets := [] if any(record.is_dry for record in records) else judge(records):
+        rows = [
+            (target.name, target.demand, target.found, "met" if target.is_met else "**missed**") for target in targets
+        ]
+        parts += ["## Targets", format_table(("target", "demand", "measured", ""), rows)]
     seen = set()
     for number, columns, results in list_tables(records):
         if results:
@@ -60,7 +63,7 @@ def list_tables(records: Sequence[Record]) -> list[tuple[int, list[Column], list
     """Return the part, the columns and the results of each table."""
     models = collect_results(records, "model/")
     scaling = find_strong_scaling(models)
-    layer = [_get("shape"), _get("gpus"), _get("way"), ("ms", _number("ms", ".3f"))]
+    layer = [_get("shape"), _get("gpus"), _VARIANT, ("ms", _number("ms", ".3f"))]
     sizes: list[Column] = [(f"{name} MiB", _mib(f"{name}_bytes")) for name in ("sent", "formula", "uniform")]
     efficiency: list[Column] = [("efficiency", _number("efficiency", ".3f"))]
     strict: list[Column] = [("strict", _number("strict_efficiency", ".3f"))]
@@ -73,14 +76,14 @@ def list_tables(records: Sequence[Record]) -> list[tuple[int, list[Column], list
     model += [("strong scaling", lambda r: _form(scaling.get((r["system"], r["gpus"])), ".3f"))]
     late: list[Column] = [("late rank ms", _number("delayed_ms", ".3f"))]
     late += [("share of the delay", lambda r: _divide(r.get("delayed_ms", 0.0) - r.get("ms", 0.0), r.get("delay_ms")))]
-    ssmb = [_get("shape"), _get("gpus"), _get("tensor_parallel"), _get("way")]
+    ssmb = [_get("shape"), _get("gpus"), _get("tensor_parallel"), _VARIANT]
     ssmb += [("ms", _number("ms", ".2f")), *_columns("kept_mib", "peak_mib", form=".1f")]
     ssmb += [("gather MiB", _mib("gather_bytes")), ("formula MiB", _mib("gather_formula_bytes"))]
     spread = [_get("kind"), _get("gpus"), ("KiB", lambda r: f"{r['num_bytes'] / 1024:.1f}"), _get("repeats")]
     spread += [("median ms", _number("ms", ".4f"))]
     spread += [(f"p{i}", lambda r, i=i: f"{r['percentiles_ms'][i]:.4f}") for i in (1, 90, 99, 100)]
     spread += [("p99.9", _number("p999_ms", ".4f")), ("beyond 2x", _number("late_share", ".1%"))]
-    killed = [_get("way"), _get("gpus"), _get("moment"), ("all raise RanksLost", lambda r: r["is_clean"])]
+    killed = [_VARIANT, _get("gpus"), _get("moment"), ("all raise RanksLost", lambda r: r["is_clean"])]
     killed += [("worst s", _number("worst_seconds", ".1f"))]
     killed += [("others", lambda r: ", ".join(sorted({end["outcome"] for end in r["ends"]})))]
     skew: list[Column] = [("uniform ms", _number("uniform_ms", ".3f"))]

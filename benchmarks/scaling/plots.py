@@ -6,16 +6,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .bars import (
-    EFFICIENCY_BARS,
+from .results_file import Record
+from .targets import (
+    EFFICIENCY_TARGETS,
     PEERLESS,
+    VARIANT,
     collect_results,
     find_best,
     find_skew_costs,
     find_strong_scaling,
     group_layers,
 )
-from .results_file import Record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,7 +31,7 @@ def plot_all(records: Sequence[Record], path: Path) -> list[Path]:
     if any(record.is_dry for record in records):
         raise ValueError(f"{path} has rows of a dry run: their figures mean nothing")
     parts: dict[str, Callable[[Sequence[Record], Path], bool]] = {
-        "layer": _plot_efficiency, "ways": _plot_ways, "ssmb": _plot_ssmb, "model": _plot_models,
+        "layer": _plot_efficiency, "variants": _plot_variants, "ssmb": _plot_ssmb, "model": _plot_models,
         "skew": _plot_skew, "stragglers": _plot_stragglers,
     }  # fmt: skip
     pictures = {name: path.with_name(f"{path.stem}_{name}.png") for name in parts}
@@ -53,13 +54,13 @@ def _draw(count: int, titles: Sequence[str], path: Path, draw: Callable[[int, Ax
 
 
 def _plot_efficiency(records: Sequence[Record], path: Path) -> bool:
-    """Plot the weak scaling of each shape by its best way, with the bars."""
+    """Plot the weak scaling of each shape by its best variant, with the targets."""
     layers = group_layers(collect_results(records, "layer/"))
     found: dict[str, dict[int, float]] = {}
-    for (shape, gpus), ways in layers.items():
-        best = ways["one"] if gpus == 1 and "one" in ways else None
-        if any(way not in PEERLESS for way in ways):
-            best = ways[find_best(ways)]
+    for (shape, gpus), variants in layers.items():
+        best = variants["one"] if gpus == 1 and "one" in variants else None
+        if any(variant not in PEERLESS for variant in variants):
+            best = variants[find_best(variants)]
         if best and "strict_efficiency" in best:
             found.setdefault(shape, {})[gpus] = 1.0 if gpus == 1 else best["strict_efficiency"]
 
@@ -67,29 +68,33 @@ def _plot_efficiency(records: Sequence[Record], path: Path) -> bool:
         for number, (shape, by_gpus) in enumerate(found.items()):
             gpus = sorted(by_gpus)
             axes.plot(gpus, [by_gpus[n] for n in gpus], marker="o", color=f"C{number}", label=shape)
-            for (name, n), bar in EFFICIENCY_BARS.items():
+            for (name, n), target in EFFICIENCY_TARGETS.items():
                 if name == shape:
-                    axes.plot(n, bar, marker="_", markersize=18, color=f"C{number}")
+                    axes.plot(n, target, marker="_", markersize=18, color=f"C{number}")
         axes.set_xlabel("GPUs")
-        axes.set_ylabel("efficiency of the best way; dashes are bars")
+        axes.set_ylabel("efficiency of the best variant; dashes are targets")
         axes.set_ylim(0, 1.15)
         axes.legend(fontsize=8)
 
     return _draw(int(bool(found)), ["weak scaling, 8192 tokens a GPU"], path, draw, 6.0)
 
 
-def _plot_ways(records: Sequence[Record], path: Path) -> bool:
-    """Plot the ms of all ways over the most GPUs, with exchanges and their hidden part."""
+def _plot_variants(records: Sequence[Record], path: Path) -> bool:
+    """Plot the ms of all variants over the most GPUs, with exchanges and their hidden part."""
     layers = group_layers(collect_results(records, "layer/"))
     most = max((gpus for _, gpus in layers), default=0)
-    cases = [(case, ways) for case, ways in layers.items() if case[1] == most > 1]
+    cases = [(case, variants) for case, variants in layers.items() if case[1] == most > 1]
 
     def draw(number: int, axes: Axes) -> None:
-        _, ways = cases[number]
-        names = list(ways)
-        axes.barh(names, [ways[way]["ms"] for way in names], color="lightgrey", label="step")
-        axes.barh(names, [ways[way]["exchange_ms"] for way in names], height=0.4, color="C1", label="exchanges")
-        axes.barh(names, [ways[way]["hidden_ms"] for way in names], height=0.2, color="C2", label="of them hidden")
+        _, variants = cases[number]
+        names = list(variants)
+        axes.barh(names, [variants[variant]["ms"] for variant in names], color="lightgrey", label="step")
+        axes.barh(
+            names, [variants[variant]["exchange_ms"] for variant in names], height=0.4, color="C1", label="exchanges"
+        )
+        axes.barh(
+            names, [variants[variant]["hidden_ms"] for variant in names], height=0.2, color="C2", label="of them hidden"
+        )
         axes.set_xlabel("ms")
         axes.tick_params(labelsize=7)
         axes.legend(fontsize=7)
@@ -98,16 +103,18 @@ def _plot_ways(records: Sequence[Record], path: Path) -> bool:
 
 
 def _plot_ssmb(records: Sequence[Record], path: Path) -> bool:
-    """Plot kept memory against ms, a point for each way and each number of tensor-parallel ranks."""
+    """Plot kept memory against ms, a point for each variant and each number of tensor-parallel ranks."""
     results = collect_results(records, "ssmb/")
     cases = sorted({(result["shape"], result["gpus"]) for result in results})
 
     def draw(number: int, axes: Axes) -> None:
         own = [r for r in results if (r["shape"], r["gpus"]) == cases[number]]
-        for i, way in enumerate(dict.fromkeys(r["way"] for r in own)):
-            of_way = [r for r in own if r["way"] == way]
-            axes.scatter([r["ms"] for r in of_way], [r["kept_mib"] for r in of_way], label=way, color=f"C{i}")
-            for r in of_way:
+        for i, variant in enumerate(dict.fromkeys(r[VARIANT] for r in own)):
+            of_variant = [r for r in own if r[VARIANT] == variant]
+            axes.scatter(
+                [r["ms"] for r in of_variant], [r["kept_mib"] for r in of_variant], label=variant, color=f"C{i}"
+            )
+            for r in of_variant:
                 axes.annotate(f"TP={r['tensor_parallel']}", (r["ms"], r["kept_mib"]), fontsize=7)
         axes.set_xlabel("ms")
         axes.set_ylabel("MiB kept for the backward")
@@ -150,13 +157,13 @@ def _plot_models(records: Sequence[Record], path: Path) -> bool:
 
 
 def _plot_skew(records: Sequence[Record], path: Path) -> bool:
-    """Plot what skewed routing costs each way."""
+    """Plot what skewed routing costs each variant."""
     costs = [cost for cost in find_skew_costs(records) if "uniform_ms" in cost]
     cases = sorted({(cost["shape"], cost["gpus"]) for cost in costs})
 
     def draw(number: int, axes: Axes) -> None:
         own = [cost for cost in costs if (cost["shape"], cost["gpus"]) == cases[number]]
-        axes.barh([cost["way"] for cost in own], [cost["ms"] / cost["uniform_ms"] for cost in own])
+        axes.barh([cost[VARIANT] for cost in own], [cost["ms"] / cost["uniform_ms"] for cost in own])
         axes.axvline(own[0]["imbalance"], color="black", linewidth=0.8, label="rows of the busiest rank / mean")
         axes.set_xlabel("ms under Zipf's law by ms under uniform routing")
         axes.tick_params(labelsize=7)

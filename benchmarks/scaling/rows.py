@@ -6,6 +6,8 @@ import dataclasses
 import fnmatch
 from collections.abc import Iterator, Sequence
 
+from moefx.bench.ep_variants import DISPATCHES, PEERS
+
 PARTS = {
     1: "one layer, weak scaling",
     2: "shards of a sequence (SSMB)",
@@ -18,12 +20,11 @@ PARTS = {
 _TOKENS = 8192  # of a rank
 _SHAPES = ("qwen3_30b", "dsv3_e64", "olmoe", "gptoss20b")
 _DRY_SHAPE, _DRY_TOKENS = "64x32x16x16x4", 64
-_PEERS = ("all_to_all", "transformers", "torchtitan", "torchtitan_async", "deepspeed", "tutel")
-_KILLED_IN = ("flat", "dedup", "rbd", "halo", "gather", "pull", "gather+graph", "pull+graph")
+_KILLED_IN = (*DISPATCHES, "gather+graph", "pull+graph")
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class ScalingRow:
     """One benchmark over some GPUs.
 
     Attributes:
@@ -46,19 +47,27 @@ class Row:
         )
 
 
-def list_ways(gpus: int, tokens: int) -> list[str]:
-    """List the ways of `bench ep` that a layer over some GPUs is timed with.
+def list_variants(gpus: int, tokens: int) -> list[str]:
+    """List the variants of `bench ep` that a layer over some GPUs is timed with.
 
     The host reads row counts in "flat", "dedup", "rbd" and "halo": no graph can hold them.
     """
-    ways = ["one", "one+graph"]
+    variants = ["one", "one+graph"]
     if gpus == 1:
-        return ways
+        return variants
     limit = f",max_tokens={tokens}"
-    ways += ["flat", "dedup", "gather", f"gather{limit}", f"pull{limit}", f"gather{limit}+graph", f"pull{limit}+graph"]
+    variants += [
+        "flat",
+        "dedup",
+        "gather",
+        f"gather{limit}",
+        f"pull{limit}",
+        f"gather{limit}+graph",
+        f"pull{limit}+graph",
+    ]
     nodes = [size for size in (2, 4) if size < gpus]
-    ways += [f"{way},node_size={size}" for way in ("rbd", "halo") for size in nodes]
-    return [*ways, "auto", f"auto{limit}"]
+    variants += [f"{variant},node_size={size}" for variant in ("rbd", "halo") for size in nodes]
+    return [*variants, "auto", f"auto{limit}"]
 
 
 def list_systems(gpus: int, is_dry: bool = False) -> list[str]:
@@ -75,7 +84,7 @@ def list_systems(gpus: int, is_dry: bool = False) -> list[str]:
     return systems
 
 
-def build_rows(is_dry: bool) -> list[Row]:
+def build_rows(is_dry: bool) -> list[ScalingRow]:
     """Build all rows, larger numbers of GPUs first within a part.
 
     Args:
@@ -86,25 +95,25 @@ def build_rows(is_dry: bool) -> list[Row]:
     return sorted(rows, key=lambda row: (row.part, -row.gpus))
 
 
-def _build_rows(is_dry: bool) -> Iterator[Row]:
+def _build_rows(is_dry: bool) -> Iterator[ScalingRow]:
     tokens, shapes = (_DRY_TOKENS, (_DRY_SHAPE,)) if is_dry else (_TOKENS, _SHAPES)
     device = ("--device", "cpu") if is_dry else ()
     few = ("--rounds", "1") if is_dry else ()
 
-    def layer(name: str, part: int, gpus: int, shape: str, ways: Sequence[str], *options: str) -> Row:
+    def layer(name: str, part: int, gpus: int, shape: str, variants: Sequence[str], *options: str) -> ScalingRow:
         sizes = ("--shapes", shape, "--tokens", str(tokens), "--node-size", str(gpus))
-        arguments = (*sizes, "--ways", " ".join(ways), *options, *few, *device)
-        return Row(f"{name}/{shape}/{gpus}", part, gpus, "moefx.bench.ep", arguments)
+        arguments = (*sizes, "--variants", " ".join(variants), *options, *few, *device)
+        return ScalingRow(f"{name}/{shape}/{gpus}", part, gpus, "moefx.bench.ep", arguments)
 
     for gpus in (1, 2, 4, 8):
         for shape in shapes:
-            yield layer("layer", 1, gpus, shape, list_ways(gpus, tokens), "--bytes")
+            yield layer("layer", 1, gpus, shape, list_variants(gpus, tokens), "--bytes")
     for gpus in (2, 4, 8):
         for shape in shapes[:2]:
             for tp in (1, 2, 4):
                 if tp <= gpus:
                     arguments = ("--shape", shape, "--tokens", str(tokens), "--tensor-parallel", str(tp), *few, *device)
-                    yield Row(f"ssmb/{shape}/tp={tp}/{gpus}", 2, gpus, "benchmarks.ssmb", arguments)
+                    yield ScalingRow(f"ssmb/{shape}/tp={tp}/{gpus}", 2, gpus, "benchmarks.ssmb", arguments)
     sizes = ("--layers", "12", "--sequences", "16", "--length", "4096", "--most", "2")
     for gpus in (1, 2, 4, 8):
         for system in list_systems(gpus, is_dry):
@@ -112,18 +121,20 @@ def _build_rows(is_dry: bool) -> Iterator[Row]:
                 layers = str(gpus if system == "pp:1f1b" else 4)
                 sizes = ("--layers", layers, "--sequences", "8", "--length", "8", "--most", "1", "--steps", "2")
             arguments = ("--systems", system, *sizes, *device)
-            yield Row(f"model/{system}/{gpus}", 3, gpus, "moefx.bench.train", arguments)
+            yield ScalingRow(f"model/{system}/{gpus}", 3, gpus, "moefx.bench.train", arguments)
     for gpus in (2, 4, 8):
         for shape in shapes[:2]:
-            ways = ["one", "dedup", f"gather,max_tokens={tokens}", *_PEERS]
-            yield layer("peers", 4, gpus, shape, ways)
-            yield layer("skew", 5, gpus, shape, list_ways(gpus, tokens), "--bytes", "--routing", "zipf")
+            variants = ["one", "dedup", f"gather,max_tokens={tokens}", *PEERS]
+            yield layer("peers", 4, gpus, shape, variants)
+            yield layer("skew", 5, gpus, shape, list_variants(gpus, tokens), "--bytes", "--routing", "zipf")
         repeats = ("--repeats", "20", "--seconds", "0.2") if is_dry else ("--repeats", "1000", "--seconds", "40")
-        yield Row(f"stragglers/exchanges/{gpus}", 6, gpus, "benchmarks.scaling.stragglers", (*repeats, *device))
-        yield layer("stragglers/late_rank", 6, gpus, shapes[0], list_ways(gpus, tokens), "--slow-rank", "2")
-        for way in _KILLED_IN:
-            if way in ("rbd", "halo") and gpus == 2:
+        yield ScalingRow(f"stragglers/exchanges/{gpus}", 6, gpus, "benchmarks.scaling.stragglers", (*repeats, *device))
+        yield layer("stragglers/late_rank", 6, gpus, shapes[0], list_variants(gpus, tokens), "--slow-rank", "2")
+        for variant in _KILLED_IN:
+            if variant in ("rbd", "halo") and gpus == 2:
                 continue  # needs two nodes
             seconds = "3" if is_dry else "20"
-            arguments = ("--way", way, "--ranks", str(gpus), "--seconds", seconds, *device)
-            yield Row(f"failures/{way}/{gpus}", 7, gpus, "benchmarks.scaling.failures", arguments, starts_ranks=True)
+            arguments = ("--variant", variant, "--ranks", str(gpus), "--seconds", seconds, *device)
+            yield ScalingRow(
+                f"failures/{variant}/{gpus}", 7, gpus, "benchmarks.scaling.failures", arguments, starts_ranks=True
+            )

@@ -1,7 +1,7 @@
 """Time a MoE layer over several GPUs, forward and backward, beside one GPU with all experts and the same tokens.
 
-    torchrun --nproc-per-node 4 -m moefx bench ep [--shapes ...] [--ways "one flat dedup,chunks=2 ..."] [--out FILE]
-    ... --ways "one gather gather,max_tokens=8192 gather,max_tokens=8192+graph"      the last one as a CUDA graph
+    torchrun --nproc-per-node 4 -m moefx bench ep [--shapes ...] [--variants "one flat dedup,chunks=2 ..."] [--out FILE]
+    ... --variants "one gather gather,max_tokens=8192 gather,max_tokens=8192+graph"      the last one as a CUDA graph
     python -m moefx bench ep --mirror 4 ...       one of 4 ranks, on one GPU, the others being its copies
 
 Weak scaling: every rank has as many tokens as the one GPU. Reported for the slowest rank: ms of a step (median), and
@@ -15,7 +15,7 @@ divided by the mean: a step that follows the work takes as many times as long as
 With `--bytes` also the mean bytes that a rank sends in a step: as counted, by the formula for the tokens' experts, and
 by the planner's formula for uniform routing. With `--slow-rank` a step of rank 0 begins some milliseconds late.
 
-The way `all_to_all` is a peer in plain torch: all-to-all of rows, and `grouped_mm`.
+The variant `all_to_all` is a peer in plain torch: all-to-all of rows, and `grouped_mm`.
 
 `efficiency` compares with one GPU in eager mode, `strict_efficiency` with the faster one of "one" and "one+graph". A
 variant that cannot run here is reported with the reason, the others go on.
@@ -47,8 +47,8 @@ from ..distribution.expert_layouts import find_expert_layouts
 from ..ir.expert_placement import ExchangeRoutes
 from . import mirror_group
 from .ep_layers import WEIGHT_BYTES, Layer
-from .ep_peers import PEERS
 from .ep_steps import GraphStep, Step
+from .ep_variants import DISPATCHES, PEERS, build_peer
 from .external_peers import PeerMissing
 from .file_memory import memory_of_files
 from .kernel_overlap import compute_overlap, plot_timeline
@@ -57,7 +57,6 @@ from .results import add_shapes, append_row, build_parser
 from .sent_bytes import estimate_sent_bytes, predict_sent_bytes
 from .shapes import ROUTINGS, Shape
 
-DISPATCHES = ("flat", "dedup", "rbd", "halo", "gather")  # "pull" on request: some machines cannot run it
 ONE, CAPTURED = "one", "+graph"
 _WARM_UP, _ROUNDS = 3, 5
 
@@ -82,7 +81,7 @@ class VariantSet:
         """Build the step of a variant, and run it once. Collective.
 
         Args:
-            variant: "one", one GPU with all experts; a peer such as "all_to_all" (see `ep_peers`); or a dispatch,
+            variant: "one", one GPU with all experts; a peer such as "all_to_all" (see `ep_variants`); or a dispatch,
                 followed by fields of the plan: "dedup,chunks=2,disable=overlap". "+graph" captures the step as a CUDA
                 graph.
         """
@@ -108,7 +107,7 @@ class VariantSet:
     def _build_step(self, variant: str) -> Step:
         name, _, captured = variant.partition("+")
         if name in PEERS:
-            built = PEERS[name](self.layer, self.shape)
+            built = build_peer(name, self.layer, self.shape)
         else:
             built = self._compile(name)
             if layout := find_expert_layouts(built).get(""):
@@ -142,16 +141,16 @@ class VariantSet:
         for variant, routes in self.routes.items():
             if variant not in self.steps:
                 continue
-            way, limit = name_dispatch(routes), routes.max_tokens or 0
+            dispatch, limit = name_dispatch(routes), routes.max_tokens or 0
             predicted = predict_sent_bytes(
-                choices, dist.get_rank(), shape.E, routes.sizes, way, shape.d, limit, WEIGHT_BYTES
+                choices, dist.get_rank(), shape.E, routes.sizes, dispatch, shape.d, limit, WEIGHT_BYTES
             )
             both = torch.tensor(
                 [self.steps[variant].count_sent_bytes(x), predicted], device=self.device.type, dtype=torch.float64
             )
             dist.all_reduce(both)
             sent, formula = (both / ranks).tolist()
-            uniform = estimate_sent_bytes(shape.T, shape.E, shape.K, routes.sizes, way, shape.d, limit)
+            uniform = estimate_sent_bytes(shape.T, shape.E, shape.K, routes.sizes, dispatch, shape.d, limit)
             found[variant] = dict(sent_bytes=sent, formula_bytes=formula, uniform_bytes=uniform)
         return found
 
@@ -232,8 +231,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_shapes(made)
     peers = ", ".join(map(repr, PEERS))
     made.add_argument(
-        "--ways",
-        default=" ".join(("one", *DISPATCHES)),
+        "--variants",
+        "--ways",  # its earlier name
+        default=" ".join((ONE, *(name for name in DISPATCHES if name != "pull"))),  # some machines cannot run it
         help=f"'one', peers ({peers}) and dispatches, with plan fields behind",
     )
     made.add_argument("--routing", default="uniform", choices=ROUTINGS, help="uniform, zipf or hot")
@@ -272,7 +272,7 @@ def _run_shape(shape: Shape, options: Any, device: RankDevice) -> bool:
     torch.manual_seed(0)
     layer = Layer(shape, options.shared, options.routing, device.type)
     variants = VariantSet(shape, mesh, layer, options.node_size, device)
-    for variant in options.ways.split():
+    for variant in options.variants.split():
         variants.add(variant)
     rows = measure(variants, options.rounds, options.slow_rank / 1e3)
     sent = variants.count_bytes() if options.bytes and not options.mirror else {}
@@ -291,7 +291,12 @@ def _run_shape(shape: Shape, options: Any, device: RankDevice) -> bool:
             reports[variant]["dispatch"] = name_dispatch(routes)
     reports |= {variant: {"failure": reason} for variant, reason in variants.failures.items()}
     for variant, report in reports.items():
-        row = dict(shape=shape.name, way=variant, **how, **report)
+        row = dict(
+            shape=shape.name,
+            way=variant,  # the key in earlier files of results
+            **how,
+            **report,
+        )
         numbers = "  ".join(f"{name} {value:.3f}" for name, value in row.items() if isinstance(value, float))
         print(f"{shape.name:12} {variant:28} {report.get('failure', numbers)}", flush=True)
         if options.out:

@@ -1,4 +1,4 @@
-"""Layers of others with their experts over all ranks, as peers in `bench ep`.
+"""A layer in plain torch with its experts over all ranks, as a peer in `bench ep` (see `ep_variants.PEERS`).
 
 `AllToAllLayer` is plain torch, all-to-all and `grouped_mm`. The host reads the row counts, the all-to-all sends a row
 for each slot of a token, and an index puts the rows of each local expert together: what training frameworks do without
@@ -7,7 +7,6 @@ kernels of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,13 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_to_all_single
 
-from .external_peers import (
-    build_deepspeed,
-    build_torchtitan,
-    build_torchtitan_async,
-    build_transformers,
-    build_tutel,
-)
 from .shapes import Shape, activation
 
 if TYPE_CHECKING:
@@ -78,14 +70,3 @@ class AllToAllLayer(nn.Module):
 
 def build_all_to_all(layer: Layer, shape: Shape) -> nn.Module:
     return AllToAllLayer(shape, layer.router, layer.bias, layer.up, layer.down)
-
-
-# A layer with this rank's part of the experts of the given one.
-PEERS: dict[str, Callable[[Layer, Shape], nn.Module]] = {
-    "all_to_all": build_all_to_all,
-    "transformers": build_transformers,
-    "torchtitan": build_torchtitan,
-    "torchtitan_async": build_torchtitan_async,
-    "deepspeed": build_deepspeed,
-    "tutel": build_tutel,
-}

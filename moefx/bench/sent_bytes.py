@@ -137,7 +137,7 @@ def predict_sent_bytes(
     rank: int,
     num_experts: int,
     sizes: Sequence[int],
-    way: str,
+    dispatch: str,
     width: int,
     max_tokens: int = 0,
     weight_bytes: int = 4,
@@ -147,7 +147,7 @@ def predict_sent_bytes(
     Args:
         choices: experts of the tokens of all ranks, [W*T,K]; each rank has T.
         sizes: units within a unit of the level above, coarse to fine; their product is W.
-        way: a dispatch.
+        dispatch: a dispatch.
         width: columns of a token, of two bytes each.
         max_tokens: as in `Plan`, at least T; 0 without a limit.
         weight_bytes: bytes of a routing weight.
@@ -156,18 +156,18 @@ def predict_sent_bytes(
     tokens, per_rank = len(choices) // ranks, num_experts // ranks
     length = max(tokens, max_tokens)
     weights = weight_bytes * top_k * (top_k > 1)  # of all slots of a token
-    if way == "gather":
+    if dispatch == "gather":
         there, back, back_grad, _ = row_bytes(width, top_k, _UNBOUNDED, top_k > 1, weight_bytes)
         return (ranks - 1) * length * (there + back + back_grad + 2 * width + weights)
     sources = torch.arange(ranks).repeat_interleave(tokens)
-    counted = cast(PlannedDispatch, "dedup" if way == "pull" else way)
+    counted = cast(PlannedDispatch, "dedup" if dispatch == "pull" else dispatch)
     traffic = count_traffic(choices.sort(-1).values.t(), sources, num_experts, sizes, counted)
-    if way == "pull":
+    if dispatch == "pull":
         (rows,) = traffic.hops
         leaving, arriving = (int(rows.sum(dim)[rank] - rows[rank, rank]) for dim in (1, 0))
         lists = (ranks - 1) * length * (4 * top_k + weights)  # destinations and weights of all tokens
         return lists + 2 * arriving * 2 * width + leaving * (2 * 2 * width + weights)
-    slots = 1 if way == "flat" else top_k
+    slots = 1 if dispatch == "flat" else top_k
     there, back, back_grad, grad = row_bytes(width, slots, per_rank, top_k > 1, weight_bytes)
     total = 0
     for hop in (*traffic.hops, *([] if traffic.beside is None else [traffic.beside])):
@@ -177,7 +177,7 @@ def predict_sent_bytes(
 
 
 def estimate_sent_bytes(
-    tokens: int, num_experts: int, top_k: int, sizes: Sequence[int], way: str, width: int, max_tokens: int = 0
+    tokens: int, num_experts: int, top_k: int, sizes: Sequence[int], dispatch: str, width: int, max_tokens: int = 0
 ) -> float:
     """Estimate the bytes that a rank sends in forward and backward under uniform routing, by the planner's formulas.
 
@@ -185,13 +185,18 @@ def estimate_sent_bytes(
     """
     ranks = math.prod(sizes)
     length = max(tokens, max_tokens)
-    if way == "pull":
+    if dispatch == "pull":
         each = count_pulled_bytes(2.0 * width, num_experts, top_k, ranks, tokens, length)
         return each * (ranks - 1) * EXCHANGES_PER_LAYER
-    prefix = {"gather": "all_gather", "halo": "rbd"}.get(way, way)  # HALO sends the rows of RBD, in other phases
+    prefix = {"gather": "all_gather", "halo": "rbd"}.get(
+        dispatch, dispatch
+    )  # HALO sends the rows of RBD, in other phases
     formulas = build_exchange_sheet(len(sizes)).formulas.values()
     rows_only = Sheet(formula for formula in formulas if formula.unit == "1")
     results = rows_only(**{f"n{i + 1}": size for i, size in enumerate(sizes)}, E=num_experts, k=top_k)
     rows = sum(results[f"rows_{prefix}_{i + 1}"] for i in range(len(sizes)))
-    slots, per_rank = (1 if way == "flat" else top_k), (_UNBOUNDED if way == "gather" else num_experts // ranks)
-    return rows * (length if way == "gather" else tokens) * sum(row_bytes(width, slots, per_rank, top_k > 1))
+    slots, per_rank = (
+        (1 if dispatch == "flat" else top_k),
+        (_UNBOUNDED if dispatch == "gather" else num_experts // ranks),
+    )
+    return rows * (length if dispatch == "gather" else tokens) * sum(row_bytes(width, slots, per_rank, top_k > 1))

@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 
+from ..pipelines.pipeline_schedules import KINDS
+from .ep_variants import DISPATCHES
 from .layers import build_model, list_kernels
 from .rank_device import RankDevice
 
 _AXES = ("pp", "dp", "ep")
-_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev")
-_DISPATCHES = ("flat", "dedup", "rbd", "halo", "gather", "pull")
 _PEER, _GRAPH = "grouped_mm", "graph"
 
 
@@ -106,9 +106,9 @@ def parse_system(text: str, ranks: int) -> System:
         raise ValueError(f"system {text!r} is for {taken} ranks, there are {ranks}")
     schedule, dispatch, is_compiled, is_captured = "", "", True, False
     for word in filter(None, words.split("+")):
-        if word in _SCHEDULES and "pp" in axes:
+        if word in KINDS and "pp" in axes:
             schedule = word
-        elif word in _DISPATCHES and "ep" in axes:
+        elif word in DISPATCHES and "ep" in axes:
             dispatch = word
         elif word == _PEER and "pp" not in axes and "ep" not in axes:
             is_compiled = False

@@ -6,11 +6,11 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.scaling.rows import Row
+from benchmarks.scaling.rows import ScalingRow
 
 
-def make_row(name: str, how: str, gpus: int = 1) -> Row:
-    return Row(name, 1, gpus, "tests.bench.scale_row", (how,), starts_ranks=True)
+def make_row(name: str, how: str, gpus: int = 1) -> ScalingRow:
+    return ScalingRow(name, 1, gpus, "tests.bench.scale_row", (how,), starts_ranks=True)
 
 
 if __name__ == "__main__":

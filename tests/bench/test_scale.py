@@ -1,4 +1,4 @@
-"""`benchmarks/scale.py`: rows, resuming, failures, bars, and a dry run of a row of each kind."""
+"""`benchmarks/scale.py`: rows, resuming, failures, targets, and a dry run of a row of each kind."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import scale
-from benchmarks.scaling import bars, launcher, page, rows
+from benchmarks.scaling import launcher, page, rows, targets
 from benchmarks.scaling.results_file import DONE, FAILED, TIMED_OUT, Record, ResultsFile, read_records
-from benchmarks.scaling.rows import Row, build_rows
+from benchmarks.scaling.rows import ScalingRow, build_rows
 from benchmarks.scaling.stragglers import compute_percentile
 from moefx.bench.train_systems import TrainingSize, parse_system
 
@@ -26,8 +26,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def fake_rows(monkeypatch) -> list[Row]:
-    found: list[Row] = []
+def fake_rows(monkeypatch) -> list[ScalingRow]:
+    found: list[ScalingRow] = []
     monkeypatch.setattr(scale, "build_rows", lambda is_dry: found)
     monkeypatch.setattr(scale, "read_environment", lambda: {"commit": "abc"})
     return found
@@ -124,8 +124,8 @@ def test_rows_fit_their_gpus():
             system = parse_system(text, gpus)
             number, sequences = system.split_sequences(size)
             assert number * sequences * system.data_ranks == 16 and number >= system.pp
-    assert {"halo,node_size=2", "halo,node_size=4"} <= set(rows.list_ways(8, 64))
-    assert "halo,node_size=4" not in rows.list_ways(4, 64)
+    assert {"halo,node_size=2", "halo,node_size=4"} <= set(rows.list_variants(8, 64))
+    assert "halo,node_size=4" not in rows.list_variants(4, 64)
     selected = [row.name for row in build_rows(False) if row.is_selected(["layer/qwen3*", "7"])]
     assert "layer/qwen3_30b/8" in selected and "failures/pull/8" in selected and "skew/qwen3_30b/8" not in selected
 
@@ -151,20 +151,20 @@ def test_percentiles():
 
 
 def make_layer(gpus: int, **milliseconds: float) -> Record:
-    results = [dict(shape="qwen3_30b", way=way, ms=ms, dispatch="dedup") for way, ms in milliseconds.items()]
+    results = [dict(shape="qwen3_30b", way=variant, ms=ms, dispatch="dedup") for variant, ms in milliseconds.items()]
     one = min(milliseconds["one"], milliseconds["one+graph"])
     results = [result | {"strict_efficiency": one / result["ms"]} for result in results]
     return Record(f"layer/qwen3_30b/{gpus}", 1, gpus, False, DONE, 1.0, "", tuple(results))
 
 
-def test_bars_take_the_faster_single_gpu_and_the_best_way():
+def test_targets_take_the_faster_single_gpu_and_the_best_variant():
     times = {"one": 4.0, "one+graph": 3.6, "dedup": 5.0, "gather": 4.6, "gather+graph": 4.0, "auto": 5.0}
-    found = {bar.name: bar for bar in bars.judge([make_layer(4, **times), make_layer(8, **times)])}
-    best, auto = found["qwen3_30b over 4, best way"], found["qwen3_30b over 4, auto"]
+    found = {target.name: target for target in targets.judge([make_layer(4, **times), make_layer(8, **times)])}
+    best, auto = found["qwen3_30b over 4, best variant"], found["qwen3_30b over 4, auto"]
     assert best.is_met and best.found == "0.900 by gather+graph"
     assert not auto.is_met and auto.found.startswith("+8.7% behind gather ")
-    assert found["qwen3_30b over 8, best way"].is_met
-    assert not bars.judge([make_layer(4, **times | {"gather+graph": 4.5})])[0].is_met
+    assert found["qwen3_30b over 8, best variant"].is_met
+    assert not targets.judge([make_layer(4, **times | {"gather+graph": 4.5})])[0].is_met
 
 
 def test_strong_scaling_and_predictions():
@@ -177,27 +177,27 @@ def test_strong_scaling_and_predictions():
         model("fsdp", 4, 30.0, predicted_ms=81.0),
         model("ep", 4, 36.0, predicted_ms=79.0),
     ]
-    scaling = bars.find_strong_scaling(bars.collect_results(records, "model/"))
+    scaling = targets.find_strong_scaling(targets.collect_results(records, "model/"))
     assert scaling == {("fsdp", 1): 1.0, ("fsdp", 4): 0.75, ("ep", 4): 0.9}
-    assert [(bar.found, bar.is_met) for bar in bars.judge(records)] == [("-19.0%", True), ("-21.0%", False)]
+    assert [(target.found, target.is_met) for target in targets.judge(records)] == [("-19.0%", True), ("-21.0%", False)]
 
 
 def test_the_last_record_of_a_row_counts():
     records = [make_layer(4, **{"one": 4.0, "one+graph": 4.0, "dedup": ms}) for ms in (9.0, 4.0)]
-    assert bars.judge(records)[0].found == "1.000 by dedup"
-    assert "| qwen3_30b over 4, best way | >= 0.88 | 1.000 by dedup | met |" in page.format_page(records)
+    assert targets.judge(records)[0].found == "1.000 by dedup"
+    assert "| qwen3_30b over 4, best variant | >= 0.88 | 1.000 by dedup | met |" in page.format_page(records)
 
 
 def test_plots_and_page_are_written_beside_the_results(tmp_path):
     """Draw made-up numbers of every part."""
     pytest.importorskip("matplotlib")
     layer = dict(shape="qwen3_30b", exchange_ms=1.0, hidden_ms=0.5, imbalance=1.5)
-    ways = [layer | dict(way=way, ms=2.0, strict_efficiency=1.0) for way in ("one", "dedup")]
+    variants = [layer | dict(way=variant, ms=2.0, strict_efficiency=1.0) for variant in ("one", "dedup")]
     model = dict(system="fsdp", tokens_per_s=9.0, ms=11.0, gradients_ms=10.0, predicted_ms=9.0)
     shared = dict(shape="x", tensor_parallel=2, way="SSMB", ms=1.0, kept_mib=5.0)
     spread = dict(kind="p2p", num_bytes=1024, repeats=9, ms=1.0, percentiles_ms=[1.0] * 101, p999_ms=1.0)
     end = dict(way="pull", moment="forward", is_clean=True, worst_seconds=1.0, ends=[dict(outcome="RanksLost")])
-    results = {"layer/q/4": ways, "skew/q/4": ways, "model/fsdp/1": [model], "ssmb/x/4": [shared]}
+    results = {"layer/q/4": variants, "skew/q/4": variants, "model/fsdp/1": [model], "ssmb/x/4": [shared]}
     results |= {"failures/pull/4": [end]}
     results |= {"stragglers/exchanges/4": [spread | dict(late_share=0.0)], "peers/q/4": [layer | dict(failure="none")]}
     path = tmp_path / "x.jsonl"
@@ -207,7 +207,7 @@ def test_plots_and_page_are_written_beside_the_results(tmp_path):
         file.append(Record(name, 1, gpus, False, DONE, 1.0, "", tuple(found), {"commit": "abc"}))
     assert page.write_page(path) == 0
     pictures = sorted(tmp_path.glob("*.png"))
-    assert [p.stem for p in pictures] == ["x_layer", "x_model", "x_skew", "x_ssmb", "x_stragglers", "x_ways"]
+    assert [p.stem for p in pictures] == ["x_layer", "x_model", "x_skew", "x_ssmb", "x_stragglers", "x_variants"]
     assert all(picture.stat().st_size > 5000 for picture in pictures)
     text = path.with_suffix(".md").read_text()
     assert all(f"({picture.name})" in text for picture in pictures) and "| pull | 4 | forward | True |" in text
@@ -263,14 +263,16 @@ def test_a_dry_run_of_rows_of_each_kind(tmp_path):
         path.name.partition("_")[0]: [json.loads(line) for line in path.read_text().splitlines()[1:]]
         for path in tmp_path.iterdir()
     }
-    ways = {result["way"]: result for result in found["skew"]}
-    assert set(ways) == set(rows.list_ways(2, rows._DRY_TOKENS)) and not any("failure" in way for way in ways.values())
-    for way, result in ways.items():
+    variants = {result["way"]: result for result in found["skew"]}
+    assert set(variants) == set(rows.list_variants(2, rows._DRY_TOKENS)) and not any(
+        "failure" in variant for variant in variants.values()
+    )
+    for variant, result in variants.items():
         assert result["error"] < 0.02 and result["imbalance"] > 1.2
-        assert result["strict_efficiency"] == min(ways["one"]["ms"], ways["one+graph"]["ms"]) / result["ms"]
-        if not way.startswith("one"):
-            assert result["sent_bytes"] == result["formula_bytes"] > 0, way
-    assert ways["auto"]["dispatch"] == "dedup" and ways["pull,max_tokens=64"]["dispatch"] == "pull"
+        assert result["strict_efficiency"] == min(variants["one"]["ms"], variants["one+graph"]["ms"]) / result["ms"]
+        if not variant.startswith("one"):
+            assert result["sent_bytes"] == result["formula_bytes"] > 0, variant
+    assert variants["auto"]["dispatch"] == "dedup" and variants["pull,max_tokens=64"]["dispatch"] == "pull"
     shared = {result["way"]: result for result in found["ssmb"]}
     assert shared["SSMB"]["gather_bytes"] == shared["SSMB"]["gather_formula_bytes"] > 0
     (model,) = found["model"]

@@ -10,15 +10,16 @@ from .results_file import Record
 
 Result = dict[str, Any]
 
-# Efficiency of the best way against the faster one of one GPU eager and captured, by shape and GPUs.
-EFFICIENCY_BARS = {("qwen3_30b", 4): 0.88, ("qwen3_30b", 8): 0.80, ("dsv3_e64", 4): 0.95, ("dsv3_e64", 8): 0.92}
-_AUTO_BAR, _PREDICTION_BAR = 0.05, 0.20
+# Efficiency of the best variant against the faster one of one GPU eager and captured, by shape and GPUs.
+EFFICIENCY_TARGETS = {("qwen3_30b", 4): 0.88, ("qwen3_30b", 8): 0.80, ("dsv3_e64", 4): 0.95, ("dsv3_e64", 8): 0.92}
+_AUTO_TARGET, _PREDICTION_TARGET = 0.05, 0.20
 PEERLESS = ("one", "one+graph")
+VARIANT = "way"  # the key of the variant in files of results
 
 
 @dataclasses.dataclass(frozen=True)
-class Bar:
-    """A demand and what was measured."""
+class Target:
+    """A target: what is demanded, and what was measured."""
 
     name: str
     demand: str
@@ -34,55 +35,59 @@ def collect_results(records: Sequence[Record], prefix: str) -> list[Result]:
 
 
 def group_layers(results: Sequence[Result]) -> dict[tuple[str, int], dict[str, Result]]:
-    """Return the measured ways by (shape, GPUs)."""
+    """Return the measured variants by (shape, GPUs)."""
     groups: dict[tuple[str, int], dict[str, Result]] = {}
     for result in results:
         if "ms" in result:
-            groups.setdefault((result["shape"], result["gpus"]), {})[result["way"]] = result
+            groups.setdefault((result["shape"], result["gpus"]), {})[result[VARIANT]] = result
     return groups
 
 
-def find_best(ways: dict[str, Result]) -> str:
-    """Return the fastest way over several GPUs.
+def find_best(variants: dict[str, Result]) -> str:
+    """Return the fastest variant over several GPUs.
 
     Raises:
         ValueError: none was measured.
     """
-    return min((way for way in ways if way not in PEERLESS), key=lambda way: ways[way]["ms"])
+    return min(
+        (variant for variant in variants if variant not in PEERLESS), key=lambda variant: variants[variant]["ms"]
+    )
 
 
-def judge(records: Sequence[Record]) -> list[Bar]:
-    """Judge all bars whose rows were measured."""
+def judge(records: Sequence[Record]) -> list[Target]:
+    """Judge all targets whose rows were measured."""
     layers = group_layers(collect_results(records, "layer/"))
     return [*_judge_layers(layers), *_judge_models(collect_results(records, "model/"))]
 
 
-def _judge_layers(layers: dict[tuple[str, int], dict[str, Result]]) -> Iterator[Bar]:
-    for (shape, gpus), ways in layers.items():
-        several = [way for way in ways if way not in PEERLESS]
+def _judge_layers(layers: dict[tuple[str, int], dict[str, Result]]) -> Iterator[Target]:
+    for (shape, gpus), variants in layers.items():
+        several = [variant for variant in variants if variant not in PEERLESS]
         if not several:
             continue
-        bar = EFFICIENCY_BARS.get((shape, gpus))
-        best = ways[find_best(ways)]
-        if bar is not None and "strict_efficiency" in best:
+        target = EFFICIENCY_TARGETS.get((shape, gpus))
+        best = variants[find_best(variants)]
+        if target is not None and "strict_efficiency" in best:
             found = best["strict_efficiency"]
-            yield Bar(f"{shape} over {gpus}, best way", f">= {bar}", f"{found:.3f} by {best['way']}", found >= bar)
-        eager = {way: ways[way]["ms"] for way in several if not way.endswith("+graph")}
-        least = min(eager, key=lambda way: eager[way], default="")
-        for way in several:
-            if way.startswith("auto") and way in eager:
-                over = eager[way] / eager[least] - 1
-                found = f"{over:+.1%} behind {least} (chose {ways[way].get('dispatch', '?')})"
-                yield Bar(f"{shape} over {gpus}, {way}", f"within {_AUTO_BAR:.0%} of the best eager way", found,
-                          over <= _AUTO_BAR)  # fmt: skip
+            yield Target(
+                f"{shape} over {gpus}, best variant", f">= {target}", f"{found:.3f} by {best[VARIANT]}", found >= target
+            )
+        eager = {variant: variants[variant]["ms"] for variant in several if not variant.endswith("+graph")}
+        least = min(eager, key=lambda variant: eager[variant], default="")
+        for variant in several:
+            if variant.startswith("auto") and variant in eager:
+                over = eager[variant] / eager[least] - 1
+                found = f"{over:+.1%} behind {least} (chose {variants[variant].get('dispatch', '?')})"
+                demand = f"within {_AUTO_TARGET:.0%} of the best eager variant"
+                yield Target(f"{shape} over {gpus}, {variant}", demand, found, over <= _AUTO_TARGET)
 
 
-def _judge_models(results: Sequence[Result]) -> Iterator[Bar]:
+def _judge_models(results: Sequence[Result]) -> Iterator[Target]:
     for result in results:
         if "predicted_ms" in result:
             error = result["predicted_ms"] / result["gradients_ms"] - 1
             name = f"prediction of {result['system']} over {result['gpus']}"
-            yield Bar(name, f"within {_PREDICTION_BAR:.0%}", f"{error:+.1%}", abs(error) <= _PREDICTION_BAR)
+            yield Target(name, f"within {_PREDICTION_TARGET:.0%}", f"{error:+.1%}", abs(error) <= _PREDICTION_TARGET)
 
 
 def find_strong_scaling(results: Sequence[Result]) -> dict[tuple[str, int], float]:
@@ -100,11 +105,11 @@ def find_strong_scaling(results: Sequence[Result]) -> dict[tuple[str, int], floa
 
 
 def find_skew_costs(records: Sequence[Record]) -> list[Result]:
-    """Return the skewed ways with the ms of the same way under uniform routing, "uniform_ms", if that was measured."""
+    """Return the skewed variants, with the ms of the same variant under uniform routing, "uniform_ms", if measured."""
     uniform = group_layers(collect_results(records, "layer/"))
     costs = []
     for result in collect_results(records, "skew/"):
         if "ms" in result:
-            even = uniform.get((result["shape"], result["gpus"]), {}).get(result["way"], {})
+            even = uniform.get((result["shape"], result["gpus"]), {}).get(result[VARIANT], {})
             costs.append(result | ({"uniform_ms": even["ms"]} if even else {}))
     return costs
