@@ -50,7 +50,7 @@ def _survey_model(model: nn.Module, example_inputs: Any, plan: Plan) -> Survey:
         except Refused as why:
             refusal = Refusal("", why.reason, why.source, remedy=why.remedy, cause=why.cause)
             return Survey((), (refusal,), time.perf_counter() - start, False, twin, copies)
-        blocks, refusals = _try_chains(twin, candidates, plan)
+        blocks, refusals = _prove_candidates(twin, candidates, plan)
     blocks, others = drop_observed_blocks(model, blocks)
     seconds, traffic = time.perf_counter() - start, candidates.traffic
     return Survey(tuple(blocks), (*refusals, *others), seconds, candidates.has_attention, twin, copies, traffic=traffic)
@@ -64,21 +64,25 @@ def _try_copy(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
         return model, {}
 
 
-def _try_chains(model: nn.Module, candidates: BlockCandidates, plan: Plan) -> tuple[list[MatchedBlock], list[Refusal]]:
-    """Prove the candidates of each chain: those with expert-like parameters and the smaller ones first, at most two
-    per chain. Modules that receive an expert index come last, because a block should contain its router.
+def _prove_candidates(
+    model: nn.Module, candidates: BlockCandidates, plan: Plan
+) -> tuple[list[MatchedBlock], list[Refusal]]:
+    """Prove the modules around each selection: those with expert-like parameters and the smaller ones first, at most
+    two per selection. Modules that receive an expert index come last, because a block should contain its router.
     """
     modules = dict(model.named_modules())
-    chains_of: dict[str, list[int]] = {}
-    for i, chain in enumerate(candidates.chains):
-        for name in chain:
-            chains_of.setdefault(name, []).append(i)
+    selections_of: dict[str, list[int]] = {}
+    for i, enclosing in enumerate(candidates.enclosing_modules):
+        for name in enclosing:
+            selections_of.setdefault(name, []).append(i)
     blocks: list[MatchedBlock] = []
     rewritten_names: set[str] = set()
-    refusals: dict[int, list[Refusal]] = {i: [] for i in range(len(candidates.chains))}
-    for name in sorted(chains_of, key=lambda n: _priority(n, modules, candidates)):
-        open_chains = [i for i in chains_of[name] if len(refusals[i]) < 2 or _receives_expert_index(name, candidates)]
-        if not open_chains or _overlaps(name, rewritten_names):
+    refusals: dict[int, list[Refusal]] = {i: [] for i in range(len(candidates.enclosing_modules))}
+    for name in sorted(selections_of, key=lambda n: _priority(n, modules, candidates)):
+        open_selections = [
+            i for i in selections_of[name] if len(refusals[i]) < 2 or _receives_expert_index(name, candidates)
+        ]
+        if not open_selections or _overlaps(name, rewritten_names):
             continue
         try:
             proven = prove_equal_modules(name, modules, candidates, plan)
@@ -88,14 +92,14 @@ def _try_chains(model: nn.Module, candidates: BlockCandidates, plan: Plan) -> tu
                 if name not in candidates.branches:
                     continue
                 refusal = _refuse_dense(name, modules, candidates)
-            for i in open_chains:
+            for i in open_selections:
                 refusals[i].append(refusal)
         else:
             blocks += proven
             rewritten_names |= {n for m in proven for n in m.names}
-    for i, chain in enumerate(candidates.chains):
-        if not refusals[i] and not any(_overlaps(name, rewritten_names) for name in chain):
-            refusals[i].append(_refuse_unused_choice(chain, modules, candidates))
+    for i, enclosing in enumerate(candidates.enclosing_modules):
+        if not refusals[i] and not any(_overlaps(name, rewritten_names) for name in enclosing):
+            refusals[i].append(_refuse_unused_choice(enclosing, modules, candidates))
     by_name = {r[0].name: r[0] for r in refusals.values() if r and not _is_token_embedding(r[0], modules, candidates)}
     return blocks, [r for r in by_name.values() if not _overlaps(r.name, rewritten_names)]
 
@@ -135,10 +139,10 @@ def _refuse_dense(name: str, modules: dict[str, nn.Module], candidates: BlockCan
     )
 
 
-def _refuse_unused_choice(chain: list[str], modules: dict[str, nn.Module], candidates: BlockCandidates) -> Refusal:
-    """Return the refusal of a chain that selects something per token, while no parameter depends on the selection."""
-    name = chain[min(1, len(chain) - 1)]
-    nodes = candidates.calls[chain[0]].outputs
+def _refuse_unused_choice(enclosing: list[str], modules: dict[str, nn.Module], candidates: BlockCandidates) -> Refusal:
+    """Return the refusal of modules around a selection on which no parameter depends, innermost first."""
+    name = enclosing[min(1, len(enclosing) - 1)]
+    nodes = candidates.calls[enclosing[0]].outputs
     return Refusal(
         name,
         "the block selects at this line, but every parameter contributes to the outputs of all tokens",

@@ -59,25 +59,25 @@ class Stack(nn.Module):
 X = torch.zeros(5, D)
 
 
-class TestChains:
+class TestEnclosingModules:
     def test_the_innermost_module_comes_first(self):
-        assert search_blocks(Layer(), (X,), {}).chains == [["moe.gate", "moe", ""]]
+        assert search_blocks(Layer(), (X,), {}).enclosing_modules == [["moe.gate", "moe", ""]]
 
-    def test_a_chain_has_at_most_four_modules(self):
+    def test_at_most_four_modules_are_tried(self):
         model = nn.Sequential(nn.Sequential(nn.Sequential(nn.Sequential(Layer()))))
-        (chain,) = search_blocks(model, (X,), {}).chains
-        assert len(chain) == 4 and chain[0].endswith("moe.gate")
+        (enclosing,) = search_blocks(model, (X,), {}).enclosing_modules
+        assert len(enclosing) == 4 and enclosing[0].endswith("moe.gate")
 
-    def test_chain_stops_at_a_module_that_selects_twice(self):
-        chains = search_blocks(Stack(2), (X,), {}).chains
-        assert chains[0] == ["layers.0.moe.gate", "layers.0.moe", "layers.0"]
+    def test_a_module_that_selects_twice_is_not_tried(self):
+        enclosing = search_blocks(Stack(2), (X,), {}).enclosing_modules
+        assert enclosing[0] == ["layers.0.moe.gate", "layers.0.moe", "layers.0"]
 
     def test_calls_hold_arguments(self):
         calls = search_blocks(Layer(), (X,), {}).calls
         assert calls["moe"].args[0].shape == (5, D) and calls["moe"].name == "moe"
 
-    def test_a_model_that_selects_nothing_has_no_chain(self):
-        assert search_blocks(nn.Sequential(nn.Linear(D, D), nn.ReLU()), (X,), {}).chains == []
+    def test_a_model_that_selects_nothing_has_no_candidates(self):
+        assert search_blocks(nn.Sequential(nn.Linear(D, D), nn.ReLU()), (X,), {}).enclosing_modules == []
 
 
 class TestEqualModules:
@@ -127,7 +127,7 @@ class ManualSoftmax(nn.Module):
 
 class TestNoChoice:
     def test_max_in_a_softmax(self):
-        assert search_blocks(ManualSoftmax(), (X,), {}).chains == []
+        assert search_blocks(ManualSoftmax(), (X,), {}).enclosing_modules == []
 
     def test_max_is_a_selection_if_its_index_is_used(self):
         class First(nn.Module):
@@ -139,14 +139,14 @@ class TestNoChoice:
                 values, ids = self.lin(x).max(-1)
                 return F.one_hot(ids, D) * values[:, None]
 
-        assert search_blocks(First(), (X,), {}).chains == [[""]]
+        assert search_blocks(First(), (X,), {}).enclosing_modules == [[""]]
 
     def test_an_argmax_of_integers_is_no_selection(self):
         class Ids(nn.Module):
             def forward(self, ids):
                 return ids.argmax(-1)
 
-        assert search_blocks(Ids(), (torch.zeros(5, 3, dtype=torch.long),), {}).chains == []
+        assert search_blocks(Ids(), (torch.zeros(5, 3, dtype=torch.long),), {}).enclosing_modules == []
 
 
 class Dense(nn.Module):
@@ -163,7 +163,7 @@ class Dense(nn.Module):
 class TestStructural:
     def test_experts_side_by_side_make_a_candidate(self):
         found = search_blocks(Dense(), (X,), {})
-        assert found.structural == {""} and found.branches == {""} and found.chains == [[""]]
+        assert found.structural == {""} and found.branches == {""} and found.enclosing_modules == [[""]]
 
     def test_one_after_the_other(self):
         class Deep(Dense):

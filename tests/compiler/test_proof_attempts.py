@@ -326,7 +326,7 @@ def test_few_frames_lie_between_the_survey_and_a_proof(monkeypatch):
     monkeypatch.setattr(proof_attempts, "prove", refuse)
     assert moefx.explain(Loop(Mlp), example_inputs=(torch.zeros(5, D),)).refused
     between = stacks[0][stacks[0].index("_survey_model") + 1 : -1]
-    assert between[0] == "_try_chains" and between[-1] == "run_attempt" and len(between) <= 7
+    assert between[0] == "_prove_candidates" and between[-1] == "run_attempt" and len(between) <= 7
 
 
 # ------------------------------------------------------------------ stand-ins for objects

@@ -36,7 +36,7 @@ from .skipped_calls import SkipPlan, plan_skipped_calls
 
 UNKNOWN_WRITES = "does not run on abstract tensors, so its writes are unknown", "let it run on meta tensors"
 _MAX_OPAQUE = 64  # results of modules that run on real tensors only
-_MAX_CHAIN = 4  # modules around a selection that are tried as a block
+_MAX_ENCLOSING = 4  # modules around a selection that are tried as a block
 
 
 @dataclasses.dataclass
@@ -62,7 +62,7 @@ class BlockCandidates:
     """Candidate blocks of a model.
 
     Attributes:
-        chains: for each selection, the paths of modules to try, innermost first.
+        enclosing_modules: for each selection, the paths of modules to try, innermost first.
         calls: the first call of each module, by path.
         equal_modules: modules that did not run because an equal one had: path -> path of that module.
         branches: candidates with equal parts that work in parallel, not in sequence.
@@ -72,7 +72,7 @@ class BlockCandidates:
         objects: arguments of modules that hold tensors, or that are containers which the run wrote to, by id.
     """
 
-    chains: list[list[str]]
+    enclosing_modules: list[list[str]]
     calls: dict[str, SurveyedCall]
     equal_modules: dict[str, str]
     branches: set[str]
@@ -181,19 +181,19 @@ class _SearchRun:
         nodes = capture_block(self.model, _make_abstract(args), _make_abstract(kwargs), routing, observer=self).nodes
         signatures = {n: self.signatures[id(m)] for n, m in self.model.named_modules()}
         selecting = dict.fromkeys(name for name, position in self._selections if _is_index_used(nodes, position))
-        chains = [_list_chain(name, signatures, self.calls) for name in selecting]
-        covered_names = {name for chain in chains for name in chain}
+        enclosing = [_list_enclosing(name, signatures, self.calls) for name in selecting]
+        covered_names = {name for modules in enclosing for name in modules}
         branches = set[str]()
         structural = find_expert_like(self.model)
         makers = {node: name for name in self.equal_modules for node in self.calls[name].outputs}
         structural |= {name: [] for name in find_named_experts(nodes, makers, structural.keys() | covered_names)}
         for name, parts in structural.items():
             if name in self.calls and name not in covered_names:
-                chains.append(_list_chain(name, signatures, self.calls))
+                enclosing.append(_list_enclosing(name, signatures, self.calls))
                 if _are_parallel([self.calls[p] for p in parts if p in self.calls]):
                     branches.add(name)
         return BlockCandidates(
-            chains=[chain for chain in chains if chain],
+            enclosing_modules=[modules for modules in enclosing if modules],
             calls=self.calls,
             equal_modules=self.equal_modules,
             branches=branches,
@@ -357,15 +357,15 @@ def _is_index_used(nodes: list[fx.Node], position: int) -> bool:
     return not parts or any(u.args[1] == 1 and u.users for u in parts)
 
 
-def _list_chain(name: str, signatures: dict[str, tuple], calls: dict[str, SurveyedCall]) -> list[str]:
+def _list_enclosing(name: str, signatures: dict[str, tuple], calls: dict[str, SurveyedCall]) -> list[str]:
     """Return a module and its called parents, up to a parent that contains several modules equal to it."""
-    signature, chain = signatures[name], []
+    signature, enclosing = signatures[name], []
     while True:
         inside = f"{name}." if name else ""
-        if chain and sum(1 for n, s in signatures.items() if s == signature and n.startswith(inside)) > 1:
-            return chain
+        if enclosing and sum(1 for n, s in signatures.items() if s == signature and n.startswith(inside)) > 1:
+            return enclosing
         if name in calls:
-            chain.append(name)
-        if not name or len(chain) == _MAX_CHAIN:
-            return chain
+            enclosing.append(name)
+        if not name or len(enclosing) == _MAX_ENCLOSING:
+            return enclosing
         name = name.rpartition(".")[0]
