@@ -91,54 +91,54 @@ class BlockForward:
         leaves = flatten_arguments(self._bind(*args, **kwargs), objects)
         call = specialize_call(self.block, leaves, objects)
         if torch.compiler.is_compiling():
-            entry, reason = self._find_traced_entry(call, leaves)
-            if entry is not None:
-                return self._run(entry, leaves, entry.program.traced_fn)
+            installed, reason = self._find_traced_program(call, leaves)
+            if installed is not None:
+                return self._run(installed, leaves, installed.program.traced_fn)
         else:
-            entry, reason = self._find_eager_entry(call, leaves, args, kwargs)
-            if entry is not None:
-                return self._run_eagerly(entry, leaves, args, kwargs)
+            installed, reason = self._find_eager_program(call, leaves, args, kwargs)
+            if installed is not None:
+                return self._run_eagerly(installed, leaves, args, kwargs)
             if self.block_programs.objects != objects:  # a new program may take these arguments unflattened
                 return self(*args, **kwargs)
         return self._run_without_program(reason, args, kwargs)
 
-    def _run_eagerly(self, entry: InstalledProgram, leaves: Leaves, args: Any, kwargs: Any) -> Any:
+    def _run_eagerly(self, installed: InstalledProgram, leaves: Leaves, args: Any, kwargs: Any) -> Any:
         """Run a program and count the call. Repeat the call without the program if a changed block made it fail."""
         outer, has_failed = (running.block, running.counter), False
         running.block, running.counter = self.name, 0 if self.miss_counter is None else self.miss_counter.number
         try:
             if self.watch is not None:
                 self.watch.begin_call()
-            return self._run(entry, leaves, entry.program.fn)
+            return self._run(installed, leaves, installed.program.fn)
         except (TypeError, RuntimeError, InvalidInput) as error:
             has_failed = True
-            if not self._reject_changed(entry, error):
+            if not self._reject_changed(installed, error):
                 raise
         finally:
             running.block, running.counter = outer
             self.counts.rewritten += not has_failed  # a checkpoint may stop its second run early: no failure
         return self(*args, **kwargs)
 
-    def _run(self, entry: InstalledProgram, leaves: Leaves, run: Callable[..., Any]) -> Any:
+    def _run(self, installed: InstalledProgram, leaves: Leaves, run: Callable[..., Any]) -> Any:
         if self._forced:
-            return entry.run_after(self._forced, self.block, leaves)
-        program, values = entry.program, [leaves[i][1] for i in entry.program.leaf_indices]
+            return installed.run_after(self._forced, self.block, leaves)
+        program, values = installed.program, [leaves[i][1] for i in installed.program.leaf_indices]
         if self.block_programs.records_load and program.fn_with_load is not None:
             result, self._offsets = program.fn_with_load(self.block, *values)
             return result
         return run(self.block, *values)
 
-    def _reject_changed(self, entry: InstalledProgram, error: Exception) -> bool:
+    def _reject_changed(self, installed: InstalledProgram, error: Exception) -> bool:
         """Return whether a program failed because the block has changed. Further calls then do not run it.
 
         Raises:
             AbsorbedModuleChanged: the block has changed, and the call cannot be repeated.
         """
-        entry.absorbed.inspect(self.name)  # a parameter of an absorbed module may be gone
-        if not (replaced := entry.find_replaced()):
+        installed.absorbed.inspect(self.name)  # a parameter of an absorbed module may be gone
+        if not (replaced := installed.find_replaced()):
             return False
-        entry.failed = True
-        if not entry.can_repeat():
+        installed.failed = True
+        if not installed.can_repeat():
             raise AbsorbedModuleChanged(
                 f"{self._shown_name} failed ({summarize_error(error)}), because {replaced} was removed, or has "
                 "another shape, dtype or class than when it was compiled. The call may have drawn random numbers, "
@@ -189,7 +189,7 @@ class BlockForward:
             return self.original(*args, **kwargs)
         return type(self.block).forward(self.block, *args, **kwargs)
 
-    def _find_eager_entry(
+    def _find_eager_program(
         self, call: Specialization, leaves: Leaves, args: Any, kwargs: Any
     ) -> tuple[InstalledProgram | None, str]:
         """Find the program for an eager call, or request one.
@@ -199,7 +199,7 @@ class BlockForward:
         """
         if is_transformed():
             return None, "forward-mode derivatives and torch.func transforms run the original"
-        known = len(self.block_programs.entries)
+        known = len(self.block_programs.installed)
         found = self.block_programs.find(call, leaves)
         if isinstance(found, str):
             found = self.requests.request(call, leaves, args, kwargs, known) or found
@@ -209,16 +209,16 @@ class BlockForward:
             return None, shared
         return found, ""
 
-    def _find_traced_entry(self, call: Specialization, leaves: Leaves) -> tuple[InstalledProgram | None, str]:
-        """Find the program for a call that Dynamo traces. Returns as `_find_eager_entry` does."""
+    def _find_traced_program(self, call: Specialization, leaves: Leaves) -> tuple[InstalledProgram | None, str]:
+        """Find the program for a call that Dynamo traces. Returns as `_find_eager_program` does."""
         if reason := self._prepare_trace(*call):
             return None, reason
-        entry = self.block_programs.find_traced(call, leaves)
-        if entry is None:
+        installed = self.block_programs.find_traced(call, leaves)
+        if installed is None:
             return None, "a guard of its programs failed"
-        if entry.program.written_inputs and len(entry.program.leaf_indices) > 1:
+        if installed.program.written_inputs and len(installed.program.leaf_indices) > 1:
             return None, "it writes to an argument, and a compiler does not show whether another one shares its memory"
-        return entry, ""
+        return installed, ""
 
     @torch.compiler.assume_constant_result
     def _prepare_trace(self, *fields: Any) -> str:
@@ -241,7 +241,7 @@ class BlockForward:
     @property
     def programs(self) -> tuple[Program, ...]:
         """The programs, in the order of trial."""
-        return tuple(entry.program for entry in self.block_programs.entries)
+        return tuple(installed.program for installed in self.block_programs.installed)
 
     @property
     def compiled_program(self) -> Program:

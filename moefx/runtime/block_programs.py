@@ -39,15 +39,15 @@ class BlockPrograms:
         counts: receives the failed guards.
 
     Attributes:
-        entries: the programs in the order of trial, with the checks of this block's modules and attributes. Replaced as
-            a whole, except by `add`: other threads may be reading.
+        installed: the programs in the order of trial, with the checks of this block's modules and attributes. Replaced
+            as a whole, except by `add`: other threads may be reading.
         objects: arguments that programs pass on unchanged.
         records_load: the programs can return their `expert_offsets`.
     """
 
     def __init__(self, block: nn.Module, name: str, counts: CallCounts):
         self.block, self.name, self.counts = block, name, counts
-        self.entries: list[InstalledProgram] = []
+        self.installed: list[InstalledProgram] = []
         self.objects: tuple[Path, ...] = ()
         self.records_load = False
 
@@ -56,13 +56,13 @@ class BlockPrograms:
         if self.records_load:
             program.prepare_load()
         self.objects = tuple(dict.fromkeys((*self.objects, *program.objects)))
-        self.entries.append(InstalledProgram(program, AbsorbedModules(self.block, program.absorbed)))
+        self.installed.append(InstalledProgram(program, AbsorbedModules(self.block, program.absorbed)))
 
     def record_load(self, on: bool) -> None:
         """Make all programs return their `expert_offsets`, the later ones too."""
         self.records_load = on
-        for entry in self.entries if on else ():
-            entry.program.prepare_load()
+        for installed in self.installed if on else ():
+            installed.program.prepare_load()
 
     def find(self, call: Specialization, leaves: Leaves) -> InstalledProgram | str:
         """Find a program for an eager call. Record the last failed guard in `counts`.
@@ -71,43 +71,43 @@ class BlockPrograms:
             The program, or the reason why none admits the call: "" if none has its specialization.
         """
         why = ""
-        for entry in self.entries:
-            if not entry.program.key.admits(call):
+        for installed in self.installed:
+            if not installed.program.key.admits(call):
                 continue
-            entry.absorbed.check(self.name)
-            if not entry.is_valid():
-                why = entry.describe_mismatch()
-            elif (index := entry.find_failed_guard(self.block, leaves)) >= 0:
-                why = str(entry.program.guards[index])
+            installed.absorbed.check(self.name)
+            if not installed.is_valid():
+                why = installed.describe_mismatch()
+            elif (index := installed.find_failed_guard(self.block, leaves)) >= 0:
+                why = str(installed.program.guards[index])
             else:
-                return entry
+                return installed
             self.counts.last_failed_guard = why
         self.counts.guard_failures += bool(why)
         return why and f"guard failed: {why}"
 
     def find_traced(self, call: Specialization, leaves: Leaves) -> InstalledProgram | None:
         """Find the program for a call that Dynamo traces, which turns these checks into guards."""
-        for entry in self.entries:
-            if entry.program.key.admits(call) and entry.find_failed_guard(self.block, leaves) < 0:
-                return entry if entry.program.unchanged(self.block) else None
+        for installed in self.installed:
+            if installed.program.key.admits(call) and installed.find_failed_guard(self.block, leaves) < 0:
+                return installed if installed.program.unchanged(self.block) else None
         return None
 
     def find_valid(self, call: Specialization) -> list[InstalledProgram]:
         """Return the programs for this specialization whose attributes are unchanged."""
-        admitted = [entry for entry in self.entries if entry.program.key.admits(call)]
-        for entry in admitted:
-            entry.absorbed.check(self.name)
-        return [entry for entry in admitted if entry.is_valid()]
+        admitted = [installed for installed in self.installed if installed.program.key.admits(call)]
+        for installed in admitted:
+            installed.absorbed.check(self.name)
+        return [installed for installed in admitted if installed.is_valid()]
 
     def find_blocking_conditions(self, call: Specialization, leaves: Leaves) -> tuple[str, ...]:
         """Return the failed guards of programs with this specialization, if they mark another branch of the block."""
         conditions = []
-        for entry in self.entries if leaves else []:
-            if entry.program.key.admits(call):
-                index, guards = entry.find_failed_guard(self.block, leaves), entry.program.guards
+        for installed in self.installed if leaves else []:
+            if installed.program.key.admits(call):
+                index, guards = installed.find_failed_guard(self.block, leaves), installed.program.guards
                 conditions += [guards[index].condition] if index >= 0 and guards[index].one_way else []
         return tuple(conditions)
 
-    def move_to_front(self, entries: Collection[InstalledProgram]) -> None:
+    def move_to_front(self, first: Collection[InstalledProgram]) -> None:
         """Try these programs before the others."""
-        self.entries = sorted(self.entries, key=lambda entry: entry not in entries)
+        self.installed = sorted(self.installed, key=lambda installed: installed not in first)

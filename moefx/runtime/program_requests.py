@@ -70,10 +70,10 @@ class ProgramRequests:
         if (reason := self._find_settled(request, is_traced)) is not None:
             return reason
         with compile_lock():
-            if args is not None and len(programs.entries) > known:
-                entry = programs.find(call, leaves)
-                if isinstance(entry, InstalledProgram):  # another thread has compiled it
-                    return entry
+            if args is not None and len(programs.installed) > known:
+                installed = programs.find(call, leaves)
+                if isinstance(installed, InstalledProgram):  # another thread has compiled it
+                    return installed
             request = call, programs.find_blocking_conditions(call, leaves)
             if (reason := self._find_settled(request, is_traced)) is not None:
                 return reason
@@ -97,7 +97,7 @@ class ProgramRequests:
             return self.refusals[request]
         if is_traced and request in self.traced_refusals:
             return self.traced_refusals[request]
-        if len(self.block_programs.entries) + len(self.refusals) < MAX_SPECIALIZATIONS:
+        if len(self.block_programs.installed) + len(self.refusals) < MAX_SPECIALIZATIONS:
             return None
         return (
             f"limit of {MAX_SPECIALIZATIONS} specializations reached. Each value of a number among the arguments or "

@@ -662,7 +662,7 @@ class Configured(Block):
 def test_checks_of_attributes_are_prepared_once(x):
     """Prepare the comparison once: comparing values one by one takes a hundred times as long."""
     model, compiled = build_pair(x, Configured)
-    read = compiled.forward.block_programs.entries[0].attributes
+    read = compiled.forward.block_programs.installed[0].attributes
     assert read.are_unchanged() and read._live is not None and read._live.are_unchanged()
     before = read._live
     torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-13)
