@@ -28,7 +28,7 @@ class CaptureMeta(TypedDict, total=False):
         concrete: the concrete value, if an op of the capture had it or `concrete_values` has computed it.
         calls: the lines of the user's calls that lead to a decision by floats, outermost first.
         opaque: an op that was recorded as a whole.
-        forced: an intervention replaced the result.
+        forced: the key of the intervention that replaced the result, see `make_site`.
         position: of a placeholder: its number among the tensor arguments.
         fqn: of a `get_attr`: its name in the block.
         kind: of a `get_attr`. A constant is a tensor that the code makes.
@@ -49,7 +49,7 @@ class CaptureMeta(TypedDict, total=False):
     concrete: Any
     calls: tuple[Any, ...]
     opaque: bool
-    forced: bool
+    forced: tuple[Any, str, bool]
     position: int
     fqn: str
     kind: Literal["param", "buffer", "attribute", "constant"]

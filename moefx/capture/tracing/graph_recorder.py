@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...errors import CaptureError
 from ...util.tensor_trees import collect_tensors, is_float, map_tensors, suspend_modes
 from ..environment import device_autocast
-from ..environment.code_locations import NOWHERE, find_user_source, find_user_stack
+from ..environment.code_locations import NOWHERE, Source, find_user_source, find_user_stack
 from ..environment.worker_thread import check_interrupt
 from ..sizes.size_guards import SizeLog
 from ..sizes.symbolic_sizes import unwrap_numbers
@@ -316,6 +316,7 @@ class Recorder(TorchDispatchMode):
         dim = (args[1] if len(args) > 1 else 0) if unbind else (args[2] if len(args) > 2 else 0)
         width: Any = list(args)[1] if packet is aten.split else None
         is_routed = type(width) is int and dim == 0 and bool(node_args[0].meta.get("ragged"))
+        from_integers = bool(node_args[0].meta.get("from_integers"))
         if type(width) is int and (size := self.sizes.expressions.get(base.shape[dim])):
             self.sizes.log_comparison(f"-(-{size}//{width})", "eq", str(len(out)), True)  # the number of parts
         parts: list[torch.Tensor] = []
@@ -328,8 +329,9 @@ class Recorder(TorchDispatchMode):
                 start += rows
             part = self.choose_part(view, base, t)
             node = self.emit(view[0], (node_args[0], *view[1]), {})
-            node.meta.update({"forced": True} if part is not t else {})
-            self.describe(node, part, bool(node_args[0].meta.get("from_integers")))
+            if part is not t:
+                node.meta["forced"] = make_site(view[0], from_integers)
+            self.describe(node, part, from_integers)
             self.track(part, node, base if part is t else None, view if part is t else None)
             parts.append(part)
         return type(out)(parts)
@@ -354,6 +356,11 @@ class Recorder(TorchDispatchMode):
 
     def _fake(self, t: torch.Tensor) -> FakeTensor:
         return FakeTensor(self.fake_mode, t, _CPU)
+
+
+def make_site(target: Any, from_integers: bool) -> tuple[Source, str, bool]:
+    """Return the key under which `Interventions` forces the result of the op that the program runs now."""
+    return find_user_source(), str(target), from_integers
 
 
 _NAMED = {torch._ops.OpOverload, types.BuiltinFunctionType}

@@ -19,13 +19,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...errors import Refused
 from ...util.tensor_trees import is_float, map_tensors, suspend_modes
 from ..environment import device_autocast
-from ..environment.code_locations import find_user_source
 from .capture_observer import CaptureObserver
 from .capture_result import SubmoduleCall
 from .concrete_routing import Routing
 from .forced_values import ForcedValues
 from .functionalize import find_functional_form, restore_row_axis
-from .graph_recorder import grad_enabled
+from .graph_recorder import grad_enabled, make_site
 from .host_reads import Interventions, ReadLogger
 from .layout_cache import find_layout, make_key, store_layout
 from .node_origins import has_ancestor, has_gradients, hash_computation, is_abstract
@@ -116,7 +115,7 @@ class Tracer(ReadLogger):
         start, (out, concrete) = len(self.nodes), forced_results or (out, concrete)
         out = self.record_out(func, node_args, node_kwargs, args, out, concrete, is_view, from_integers)
         if forced_results is not None:
-            self._mark(start, "forced")
+            self._mark_forced(start, func, from_integers)
         return out
 
     def _force_results(
@@ -129,9 +128,7 @@ class Tracer(ReadLogger):
             nodes: the arguments and keyword arguments with nodes in the place of tensors.
             results: the results under the routing.
         """
-        intervention = (
-            self.interventions.get((find_user_source(), str(target), from_integers)) if self.interventions else None
-        )
+        intervention = self.interventions.get(make_site(target, from_integers)) if self.interventions else None
         if intervention is None:
             return None
         computation = hash_computation(target, *nodes)
@@ -144,10 +141,10 @@ class Tracer(ReadLogger):
         forced = self._force_results(func, (base, *args), kwargs, (node_args, kwargs), (part, None), from_integers)
         return part if forced is None else forced[0]
 
-    def _mark(self, start: int, flag: str) -> None:
-        """Set a flag of the nodes since a position."""
+    def _mark_forced(self, start: int, target: Any, from_integers: bool) -> None:
+        """Record on the nodes since a position which intervention replaced their results."""
         for node in self.nodes[start:]:
-            node.meta[flag] = True
+            node.meta["forced"] = make_site(target, from_integers)
 
     def record_whole(
         self, target: Any, args: tuple, kwargs: dict[str, Any], run: Callable[[], Any], opaque: bool = False
@@ -167,10 +164,10 @@ class Tracer(ReadLogger):
             )
             start, (out, concrete) = len(self.nodes), forced_results or (out, None)
             self.record_out(target, node_args, node_kwargs, args, out, concrete, False, from_integers and not opaque)
-            if opaque:
-                self._mark(start, "opaque")
+            for node in self.nodes[start:] if opaque else ():
+                node.meta["opaque"] = True
             if forced_results is not None:
-                self._mark(start, "forced")
+                self._mark_forced(start, target, from_integers)
         return out
 
     def _normalize(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, tuple, dict[str, Any]]:
@@ -281,7 +278,7 @@ class Tracer(ReadLogger):
                 targets[0].copy_(forced_results[0])
         node = self._emit_op(functional, node_args, node_kwargs, targets[0])
         if forced_results is not None:
-            node.meta["forced"] = True
+            node.meta["forced"] = make_site(functional, from_integers)
         if len(targets) == 1:
             parts = [node]
         else:

@@ -145,10 +145,13 @@ def _can_force(capture: Capture, interventions: Interventions) -> bool:
 
 
 def _has_forced(capture: Capture, interventions: Interventions) -> bool:
-    """Return whether a capture has one of the forced outcomes: an input, an op or a read of Python."""
+    """Return whether a capture has one of these forced outcomes, not only earlier ones of the capture it repeats.
+
+    An outcome is that of an input, an op or a read of Python.
+    """
     return (
         any(isinstance(key, int) for key in interventions)
-        or any(n.meta.get("forced") for n in capture.nodes)
+        or any(n.meta.get("forced") in interventions for n in capture.nodes)
         or _reads_any(capture, interventions)
     )
 
