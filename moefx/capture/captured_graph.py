@@ -9,10 +9,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
+from ..ir.ancestors import collect_ancestors
 from ..ir.graphs.block_graph import BlockGraph
 from ..ir.node_values import TensorSpec
 from .tracing.capture_result import Capture
-from .tracing.node_origins import collect_ancestors
 
 MAX_NODES = 4096  # a copy of a node takes about as long as its capture
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)

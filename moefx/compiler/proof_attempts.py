@@ -43,7 +43,7 @@ from ..capture.environment.code_locations import is_internal_error, is_raised_by
 from ..capture.sizes.size_guards import SizeGuard
 from ..errors import CaptureError, Cause, Refused, summarize_error
 from ..inspection.proof_trace import AttemptRun, CutAttempt, ProofTrace
-from ..matching.lift.lifter import LiftOptions
+from ..matching.lift.lift_options import LiftOptions
 from ..matching.lift.routed_nodes import find_padding_lines, has_rows_of_padding
 from ..matching.proof.proof_state import ProofState
 from ..matching.prove import prove

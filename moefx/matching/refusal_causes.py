@@ -16,7 +16,8 @@ from ..capture.tracing.concrete_routing import Routing
 from ..errors import Cause, MoefxError, Refused
 from ..ir.node_values import get_op_name
 from ..util.tensor_trees import is_float
-from .facts.graph_nodes import depends_on_routing, find_buffers, find_comparison
+from .facts.graph_nodes import depends_on_routing, find_buffers
+from .facts.host_comparisons import find_comparison
 from .facts.op_classes import CONTRACTIONS_OF_ROWS, ORDERED, RANDOM_INTEGERS, RECURRENCES
 from .interventions.forced_outcome import DECIDE_OUTSIDE, READ_NO_TABLE, refuse_limit
 from .lift.canonical_form import CanonicalForm
@@ -67,8 +68,10 @@ def explain_refusal(capture: Capture, positions: int | None) -> Refused | None:
 def explain_limit(capture: Capture) -> Refused | None:
     """Return a refusal that names the comparison of a token count that decides whether an expert runs, or None."""
     for read in capture.reads:
-        op, number = find_comparison(read)
-        if op in ORDERED and type(number) in (int, float) and not is_emptiness_test(op, number):
+        comparison = find_comparison(read)
+        if comparison is None or not comparison.depends_on_routing or comparison.op not in ORDERED:
+            continue
+        if type(comparison.other) in (int, float) and not is_emptiness_test(comparison.op, comparison.other):
             return refuse_limit(read.source)
     return None
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..capture.tracing.node_origins import collect_ancestors
+from ..ir.ancestors import collect_ancestors
 from ..ir.expressions.expert_body import ExpertBody, Gemm
 from ..ir.expressions.expression_check import is_pointwise
 from ..ir.graphs.block_graph import BlockGraph

@@ -21,7 +21,7 @@ from moefx.compiler.block_compiler import rewrite_with_objects
 from moefx.compiler.proof_attempts import Failure, prove_and_rewrite
 from moefx.errors import CaptureError, Cause, Refused
 from moefx.frontends.dynamo.backend import backend
-from moefx.matching.lift.lifter import LiftOptions
+from moefx.matching.lift.lift_options import LiftOptions
 from moefx.matching.proof.proof_state import ProofState
 from moefx.passes.rewrite import Placeholders
 from moefx.util.user_code import PACKAGE_DIR

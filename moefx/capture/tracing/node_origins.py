@@ -7,7 +7,6 @@ abstract floats, and may therefore differ in another call.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -16,6 +15,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
 
+from ...ir.ancestors import fold_ancestors
 from ...ir.node_meta import find_original
 from ...util.tensor_trees import is_float
 from .op_sets import ELEMENT_SELECTIONS, FLOAT_COMPARISONS, NAN_CHECKS, SHAPE_ONLY, bare_name
@@ -27,31 +27,6 @@ LeafKind = Literal["state", "other"]
 def is_abstract(node: fx.Node) -> bool:
     """Return whether a value is a float that the routing does not determine."""
     return isinstance(node.meta.get("val"), FakeTensor) and not node.meta.get("from_integers")
-
-
-def fold_ancestors(
-    node: fx.Node,
-    name: str,
-    combine: Callable[[fx.Node, list[Any]], Any],
-    inputs_of: Callable[[fx.Node], list[fx.Node]] = lambda n: n.all_input_nodes,
-) -> Any:
-    """Evaluate `combine(n, results of its inputs)` for a node and its ancestors, once each, without recursion.
-
-    Args:
-        name: the key in `meta` that caches the result of each node.
-        inputs_of: the inputs of a node that count.
-    """
-    stack = [node]
-    while stack:
-        n = stack[-1]
-        if name not in n.meta:
-            inputs = inputs_of(n)
-            if pending := [a for a in inputs if name not in a.meta]:
-                stack += pending
-                continue
-            n.meta[name] = combine(n, [a.meta[name] for a in inputs])
-        stack.pop()
-    return node.meta[name]
 
 
 # ---------------------------------------------------------------- decisions by floats
@@ -146,31 +121,6 @@ def follows_from_floats(node: fx.Node) -> bool:
         return n.op == "placeholder" or isinstance(n.meta.get("val"), FakeTensor) or any(follow)
 
     return fold_ancestors(node, "from_floats", combine)
-
-
-def collect_ancestors(*nodes: fx.Node) -> set[fx.Node]:
-    """Return these nodes and all nodes that they depend on."""
-    seen: set[fx.Node] = set()
-    stack = [*nodes]
-    while stack:
-        n = stack.pop()
-        if n not in seen:
-            seen.add(n)
-            stack.extend(n.all_input_nodes)
-    return seen
-
-
-def has_ancestor(node: fx.Node, ancestor: fx.Node) -> bool:
-    """Return whether `node` is `ancestor`, or is computed from it."""
-    stack, seen = [node], set()
-    while stack:
-        n = stack.pop()
-        if n is ancestor:
-            return True
-        if n not in seen:
-            seen.add(n)
-            stack += n.all_input_nodes
-    return False
 
 
 def has_gradients(node: fx.Node) -> bool:

@@ -17,6 +17,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...errors import Refused
+from ...ir.ancestors import has_ancestor
 from ...util.tensor_trees import is_float, map_tensors, suspend_modes
 from ..environment import device_autocast
 from .capture_observer import CaptureObserver
@@ -27,7 +28,7 @@ from .functionalize import find_functional_form, restore_row_axis
 from .graph_recorder import grad_enabled, make_site
 from .host_reads import Interventions, ReadLogger
 from .layout_cache import find_layout, make_key, store_layout
-from .node_origins import has_ancestor, has_gradients, hash_computation, is_abstract
+from .node_origins import has_gradients, hash_computation, is_abstract
 from .op_runner import find_aliases
 from .op_sets import SHAPE_ONLY, TRUTHS
 from .single_rank_collectives import is_single_rank_op, run_single_rank_op

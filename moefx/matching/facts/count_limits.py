@@ -18,8 +18,9 @@ from torch import fx
 
 from ...capture.environment.code_locations import Source
 from ...capture.tracing.capture_result import Capture
+from ...ir.ancestors import fold_ancestors
 from ...ir.node_values import get_op_name
-from .graph_nodes import depends_on_arguments, depends_on_routing, fold_ancestors, follows_from_integers
+from .graph_nodes import depends_on_arguments, depends_on_routing, follows_from_integers
 from .integer_ranges import NARROW, IntegerRanges, find_token_sizes
 from .load_statistics import has_loads
 from .op_classes import AXIS_MOVES, NOT_COUNT_PRESERVING, ORDERED, TWO_SIDED

@@ -18,11 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.search.skipped_calls import UnknownResult
 from ...capture.tracing.capture_result import Capture, HostRead
-from ...capture.tracing.node_origins import fold_ancestors, is_abstract
+from ...capture.tracing.node_origins import is_abstract
 from ...capture.tracing.op_sets import SHAPE_ONLY
+from ...ir.ancestors import fold_ancestors
 from ...ir.node_values import get_argument, get_op_name
 from ...util.tensor_trees import is_float
-from .op_classes import INDEXED_WRITES, LOOKUPS, TWO_SIDED
+from .op_classes import INDEXED_WRITES, LOOKUPS
 
 Line = tuple[Any, Any]  # op, source
 
@@ -141,21 +142,6 @@ def describe_node(node: fx.Node) -> tuple[str, str]:
     return f"{get_op_name(node) or node.op}{shape}", str(node.meta.get("source") or "")
 
 
-def find_comparison(read: HostRead) -> tuple[str, Any]:
-    """Return the comparison whose result Python reads, such as `("lt", 8)`, or `("", None)`.
-
-    Either Python compares a number that it reads, or an op compares and Python reads the boolean.
-    """
-    if (
-        read.comparison is None
-        and read.node is not None
-        and get_op_name(read.node) in TWO_SIDED
-        and depends_on_routing(read.node)
-    ):
-        return get_op_name(read.node), read.node.args[1]
-    return read.comparison or ("", None)
-
-
 def is_random(node: fx.Node) -> bool:
     """Return whether an op draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
@@ -177,35 +163,58 @@ def follows_from_state(node: fx.Node) -> bool:
     return fold_ancestors(node, "from_state", is_computed)
 
 
+# ---- what an integer depends on. They differ in the values that count as sources, and in the ops that end a search.
+# `token_functions.follows_from_choices` is another one: it asks for float inputs of the ops that choose.
 def depends_on_routing(node: Any) -> bool:
-    """Return whether an integer depends on floats or arguments, so that another routing may change it."""
+    """Return whether an integer depends on floats or arguments, so that another routing may change it.
 
-    def is_first(n: fx.Node) -> bool:
+    Floats count if they are abstract, and if a capture computes them from integers.
+    """
+
+    def is_source(n: fx.Node) -> bool:
         return n.op == "placeholder" or isinstance(n.meta.get("val"), FakeTensor)
 
-    def inputs_of(n: fx.Node) -> list[fx.Node]:
-        return [] if is_first(n) or n.target in SHAPE_ONLY else n.all_input_nodes
+    return isinstance(node, fx.Node) and _fold_dependence(node, "routed", is_source)
 
-    return isinstance(node, fx.Node) and fold_ancestors(
-        node, "routed", lambda n, are: is_first(n) or any(are), inputs_of
-    )
+
+def depends_on_floats(node: fx.Node) -> bool:
+    """Return whether an integer depends on floats: unlike in `depends_on_routing`, integer arguments do not count."""
+    return _fold_dependence(node, "depends_on_floats", lambda n: isinstance(n.meta.get("val"), FakeTensor))
 
 
 def depends_on_call(node: fx.Node) -> bool:
-    """Return whether a value depends on integers that may differ in the next call: arguments or buffers."""
-    return _fold_dependence(node, "from_call", lambda n: n.op == "placeholder" or is_state(n))
+    """Return whether a value depends on integers that may differ in the next call: arguments or buffers.
+
+    Integers that were chosen by abstract floats do not count.
+    """
+    return _fold_dependence(node, "from_call", lambda n: n.op == "placeholder" or is_state(n), is_abstract)
 
 
 def depends_on_arguments(node: fx.Node) -> bool:
-    """Return whether a value depends on integers that are arguments."""
-    return _fold_dependence(node, "from_arguments", lambda n: n.op == "placeholder")
+    """Return whether a value depends on integers that are arguments, not by way of abstract floats."""
+    return _fold_dependence(node, "from_arguments", lambda n: n.op == "placeholder", is_abstract)
 
 
-def _fold_dependence(node: fx.Node, name: str, is_first: Callable[[fx.Node], bool]) -> bool:
+def _fold_dependence(
+    node: fx.Node,
+    name: str,
+    is_source: Callable[[fx.Node], bool],
+    is_excluded: Callable[[fx.Node], bool] = lambda n: False,
+) -> bool:
+    """Return whether a value depends on sources, by more than their shapes.
+
+    Args:
+        name: the key in `meta` that caches the results.
+        is_excluded: nodes that are no sources, and whose inputs do not count.
+    """
+
+    def depends(n: fx.Node, inputs: list[bool]) -> bool:
+        return any(inputs) or (is_source(n) and not is_excluded(n))
+
     def inputs_of(n: fx.Node) -> list[fx.Node]:
-        return [] if n.target in SHAPE_ONLY or is_abstract(n) else n.all_input_nodes
+        return [] if n.target in SHAPE_ONLY or is_excluded(n) or is_source(n) else n.all_input_nodes
 
-    return fold_ancestors(node, name, lambda n, are: (is_first(n) and not is_abstract(n)) or any(are), inputs_of)
+    return fold_ancestors(node, name, depends, inputs_of)
 
 
 def find_buffers(read: HostRead) -> list[str]:

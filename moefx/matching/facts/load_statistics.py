@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.tracing.capture_result import Capture
 from ...capture.tracing.op_sets import SHAPE_ONLY
-from .graph_nodes import fold_ancestors, follows_from_integers
+from .graph_nodes import depends_on_floats, follows_from_integers
 
 
 def is_load_statistic(capture: Capture, node: fx.Node) -> bool:
@@ -29,7 +28,7 @@ def is_load_statistic(capture: Capture, node: fx.Node) -> bool:
     """
     if node.op != "call_function" or node.target in SHAPE_ONLY or not node.users or not has_loads(capture, node):
         return False
-    chosen = [a for a in node.all_input_nodes if _depends_on_floats(a)]
+    chosen = [a for a in node.all_input_nodes if depends_on_floats(a)]
     return bool(chosen) and all(has_loads(capture, a) for a in chosen)
 
 
@@ -39,21 +38,9 @@ def has_loads(capture: Capture, node: fx.Node) -> bool:
     values = val if isinstance(val, (tuple, list)) else [val]
     return (
         follows_from_integers(node)
-        and _depends_on_floats(node)
+        and depends_on_floats(node)
         and all(_has_no_tokens(capture, node, v) for v in values)
     )
-
-
-def _depends_on_floats(node: fx.Node) -> bool:
-    """Return whether a value depends on floats, not only on their shapes."""
-
-    def inputs_of(n: fx.Node) -> list[fx.Node]:
-        return [] if n.target in SHAPE_ONLY else n.all_input_nodes
-
-    def depends_on_floats(n: fx.Node, inputs: list[bool]) -> bool:
-        return isinstance(n.meta.get("val"), FakeTensor) or any(inputs)
-
-    return fold_ancestors(node, "depends_on_floats", depends_on_floats, inputs_of)
 
 
 def _has_no_tokens(capture: Capture, node: fx.Node, val: Any) -> bool:

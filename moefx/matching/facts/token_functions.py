@@ -16,8 +16,9 @@ import torch
 from torch import fx
 
 from ...capture.tracing.capture_result import Capture
-from ...capture.tracing.node_origins import fold_ancestors, is_abstract
+from ...capture.tracing.node_origins import is_abstract
 from ...capture.tracing.op_sets import CONTRACTIONS, SHAPE_ONLY
+from ...ir.ancestors import fold_ancestors
 from ...ir.node_values import get_argument, get_op_name
 from .graph_nodes import is_random
 from .integer_ranges import MAX_OTHER_SIZE

@@ -24,8 +24,10 @@ from ...capture.sizes.size_guards import COMPARE
 from ...capture.tracing.capture_result import HostRead
 from ...capture.tracing.concrete_routing import Routing
 from ...errors import MoefxError
+from ...ir.ancestors import fold_ancestors
 from ...ir.node_values import get_op_name
-from ..facts.graph_nodes import depends_on_routing, fold_ancestors, follows_from_integers
+from ..facts.graph_nodes import depends_on_routing, follows_from_integers
+from ..facts.host_comparisons import find_comparison
 from ..facts.integer_ranges import NARROW
 from ..facts.op_classes import FLAT_MOVES, MASK_REDUCTIONS, NEGATIONS
 
@@ -114,12 +116,13 @@ def is_token_test(read: HostRead) -> bool:
     """Return whether a read compares a count with 0 or another count (`if start == end` skips an idle expert)."""
     if read.node is not None and _is_narrow(read.node):
         return False
-    if read.comparison is not None:
-        return isinstance(read.comparison[1], RoutedInt) or is_emptiness_test(*read.comparison)
-    if read.node is None or get_op_name(read.node) not in COMPARE or not follows_from_integers(read.node):
+    if (comparison := find_comparison(read)) is None:
         return False
-    count, other = read.node.args[:2]
-    return depends_on_routing(count) and (depends_on_routing(other) or is_emptiness_test(get_op_name(read.node), other))
+    op, other, node = comparison
+    if node is None:
+        return isinstance(other, RoutedInt) or is_emptiness_test(op, other)
+    is_count = follows_from_integers(node) and depends_on_routing(node.args[0])
+    return is_count and (depends_on_routing(other) or is_emptiness_test(op, other))
 
 
 def _is_narrow(node: fx.Node) -> bool:

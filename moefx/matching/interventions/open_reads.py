@@ -15,12 +15,11 @@ from torch import fx
 
 from ...capture.environment.code_locations import Source
 from ...capture.sizes.routed_numbers import ROW_COUNT, is_emptiness_test
-from ...capture.sizes.size_guards import COMPARE
 from ...capture.tracing.capture_result import Capture, HostRead
 from ...capture.tracing.node_origins import find_float_decisions
 from ...ir.node_values import get_op_name
 from ..facts import zero_sum_tests
-from ..facts.graph_nodes import depends_on_routing
+from ..facts.host_comparisons import find_comparison
 from ..facts.integer_ranges import IntegerRanges
 from ..facts.range_arithmetic import UNBOUNDED
 
@@ -142,18 +141,12 @@ def is_unbounded(ranges: IntegerRanges, read: HostRead) -> bool:
 
 def _is_single_token_test(read: HostRead) -> bool:
     """Return whether a comparison tells one token from more, with the same outcome for none: `n <= 1`."""
-    comparison = read.comparison
-    if (
-        comparison is None
-        and read.node is not None
-        and get_op_name(read.node) in COMPARE
-        and depends_on_routing(read.node.args[0])
-    ):
-        comparison = get_op_name(read.node), read.node.args[1]
+    comparison = find_comparison(read)
     return (
         comparison is not None
-        and type(comparison[1]) is int
-        and comparison in (("le", 1), ("lt", 2), ("gt", 1), ("ge", 2))
+        and comparison.depends_on_routing
+        and type(comparison.other) is int
+        and comparison[:2] in (("le", 1), ("lt", 2), ("gt", 1), ("ge", 2))
     )
 
 

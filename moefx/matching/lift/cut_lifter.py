@@ -20,6 +20,7 @@ from torch import fx
 from ...capture.tracing.capture_result import Capture
 from ...errors import Refused
 from ...inspection.proof_trace import CutAttempt
+from ...ir.ancestors import collect_ancestors
 from ..terms.parameter_slices import strip_moves
 from ..terms.term import OVERWRITTEN, Term, is_const, is_pointwise_term
 from .anti_unification import Skeletons, Unifier
@@ -30,7 +31,7 @@ from .lift_options import LiftOptions
 from .lift_refusals import NothingRouted, UnexplainedIndex, explain_overwrite
 from .repeated_choices import ChoiceSums, RepeatedChoiceRefused, find_repeated
 from .residual_terms import assign_identity_slots, find_shared, find_unrouted_value
-from .routed_nodes import ParameterUses, collect_ancestors, find_cut_inputs
+from .routed_nodes import ParameterUses, find_cut_inputs
 from .same_form import ONE_FUNCTION
 from .value_lookup import SlotEffects, ValueAxes, ValueLookup
 

@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...capture.tracing.node_origins import collect_ancestors, find_float_decisions
+from ...capture.tracing.node_origins import find_float_decisions
+from ...ir.ancestors import collect_ancestors
 from ..facts.graph_nodes import follows_from_state
 from ..terms.parameter_slices import ParameterSlice, guess_experts, strip_moves
 from ..terms.term import Term

@@ -34,9 +34,8 @@ from .canonical_form import CanonicalForm
 from .cut_lifter import CutLifter, has_overwrite
 from .expert_owners import ExpertOwners
 from .expert_parameters import find_experts_used_by_all_tokens, number_by_tokens, propose_expert_parameters
-from .lift_options import CutPreference, LiftOptions
+from .lift_options import LiftOptions
 from .lift_refusals import (
-    NothingRouted,
     explain_layout,
     explain_no_cut,
     explain_overwrite,
@@ -242,4 +241,4 @@ class Lifter:
         return by_tokens if known else [lambda _: {}, *([lambda _: uses.nested] if uses.nested else []), *by_tokens]
 
 
-__all__ = ["CutPreference", "LiftOptions", "Lifter", "NothingRouted"]
+__all__ = ["Lifter"]

@@ -28,8 +28,9 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.tracing.capture_result import Capture
-from ...capture.tracing.node_origins import collect_ancestors, find_float_decisions, fold_ancestors
+from ...capture.tracing.node_origins import find_float_decisions
 from ...errors import Refused
+from ...ir.ancestors import collect_ancestors, fold_ancestors
 from ...ir.expressions.expression_check import is_pointwise
 from ...ir.node_values import get_op_name
 from ..facts.graph_nodes import Line, depends_on_routing, follows_from_integers, line

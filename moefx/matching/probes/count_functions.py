@@ -23,8 +23,9 @@ from torch import fx
 
 from ...capture.environment.code_locations import Source
 from ...capture.tracing.capture_result import FORCE_VARIED, Capture
-from ...capture.tracing.node_origins import fold_ancestors, is_abstract
+from ...capture.tracing.node_origins import is_abstract
 from ...capture.tracing.op_sets import CONTRACTIONS, SHAPE_ONLY
+from ...ir.ancestors import fold_ancestors
 from ...ir.node_values import get_op_name
 from ...util.tensor_trees import is_float
 from ..facts.count_limits import find_limits

@@ -32,8 +32,9 @@ from ...capture.environment.code_locations import is_internal_error
 from ...capture.tracing.capture_result import FORCE_MIXED, Capture
 from ...capture.tracing.concrete_routing import Routing
 from ...capture.tracing.concrete_values import recompute_values
-from ...capture.tracing.node_origins import collect_ancestors, find_float_decisions
+from ...capture.tracing.node_origins import find_float_decisions
 from ...errors import Refused
+from ...ir.ancestors import collect_ancestors
 from ...ir.node_values import get_op_name
 from ...util.tensor_trees import is_float
 from ..facts.graph_nodes import follows_from_integers

@@ -44,7 +44,7 @@ def vary_expert_counts(proof: ProofView) -> None:
     seen = _find_seen_counts(proof)
     routings: list[tuple[RoutingKind, int, int]] = []
     routings.extend(("spared", 0, count) for count in _COUNTS if count not in seen)
-    if any(_depends_on_floats(read) for form in proof.evidence.forms for read in form.capture.reads):
+    if any(_reads_floats(read) for form in proof.evidence.forms for read in form.capture.reads):
         routings.extend([("unsure", 0, 1), ("unsure", proof.num_experts, 1)])
     experts = max(proof.evidence.reference.groups, key=lambda g: len(g.ids)).ids[:_MAX_EXPERTS]
     for sizes, expert in itertools.product(_choose_few_sizes(proof) if routings else (), experts):
@@ -61,7 +61,8 @@ def vary_expert_counts(proof: ProofView) -> None:
         return
 
 
-def _depends_on_floats(read: HostRead) -> bool:
+def _reads_floats(read: HostRead) -> bool:
+    """Return whether Python reads abstract floats, or a value that they decide."""
     return read.node is not None and (is_abstract(read.node) or bool(find_float_decisions(read.node)))
 
 

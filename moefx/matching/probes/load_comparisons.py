@@ -29,12 +29,13 @@ from ...errors import MoefxError, Refused
 from ...ir.node_values import get_op_name
 from ..facts.count_limits import is_made_of_rows
 from ..facts.graph_nodes import depends_on_routing
+from ..facts.host_comparisons import HostComparison, find_comparison
 from ..facts.integer_ranges import IntegerRanges, find_token_sizes
 from ..facts.op_classes import ORDERED, TWO_SIDED
 from ..facts.range_arithmetic import UNBOUNDED
 from ..interventions.forced_outcome import ForcedStep, OutcomeKind, force_outcome, refuse_change, repeat_outcome
 from ..interventions.open_reads import is_unbounded
-from ..lift.lifter import NothingRouted
+from ..lift.lift_refusals import NothingRouted
 from .unreached_limits import MAX_CROWD_TOKENS, choose_even_sizes
 
 if TYPE_CHECKING:
@@ -45,8 +46,8 @@ _MAX_SIDES = 4
 _Calls = tuple[Source, ...]
 
 
-class _Comparison(NamedTuple):
-    """A comparison of a load by Python.
+class _LoadComparison(NamedTuple):
+    """A comparison of a load whose result Python reads.
 
     Attributes:
         op: name of the comparison, such as "gt".
@@ -109,7 +110,7 @@ def vary_loads(proof: ProofView) -> None:
     _force_all_large(proof, [c for c in comparisons.values() if c.limit is not None], bases)
 
 
-def _force_all_large(proof: ProofView, ordered: list[_Comparison], bases: list[Capture]) -> None:
+def _force_all_large(proof: ProofView, ordered: list[_LoadComparison], bases: list[Capture]) -> None:
     """Force all comparisons to the outcome of a crowd at once: one may matter only together with another.
 
     Raises:
@@ -125,58 +126,40 @@ def _force_all_large(proof: ProofView, ordered: list[_Comparison], bases: list[C
         force_outcome(proof, step, interventions, base)
 
 
-def _find_comparisons(proof: ProofView) -> dict[_Calls, _Comparison]:
+def _find_comparisons(proof: ProofView) -> dict[_Calls, _LoadComparison]:
     """Return comparisons of numbers that grow with the tokens, one per call site, except tests for zero tokens."""
-    comparisons: dict[_Calls, _Comparison] = {}
+    comparisons: dict[_Calls, _LoadComparison] = {}
     for form in proof.evidence.forms:
         for read in form.capture.reads:
-            op, other = (compared := _read_comparison(read)) or ("", None)
-            if compared is None or read.call_stack in comparisons or op not in TWO_SIDED:
+            comparison = find_comparison(read, reductions=("any", "all"))
+            if comparison is None or read.call_stack in comparisons or comparison.op not in TWO_SIDED:
                 continue
-            tests_emptiness = is_emptiness_test(op, other) and not read.origins  # not `n - 9 > 0`
-            if not tests_emptiness and _compares_load(form.capture, read):
-                comparisons[read.call_stack] = _Comparison(read, op, other)
+            tests_emptiness = is_emptiness_test(comparison.op, comparison.other) and not read.origins  # not `n - 9 > 0`
+            if not tests_emptiness and _compares_load(form.capture, read, comparison):
+                comparisons[read.call_stack] = _LoadComparison(read, comparison.op, comparison.other)
     return comparisons
 
 
-def _read_comparison(read: HostRead) -> tuple[str, Any] | None:
-    """Return (op, other operand) of a comparison that Python makes, or that an op makes and Python reads."""
-    if read.comparison is not None:
-        return read.comparison
-    node = _find_comparison_node(read)
-    return None if node is None else (get_op_name(node), node.args[1])
-
-
-def _find_comparison_node(read: HostRead) -> fx.Node | None:
-    node = read.node
-    while node is not None and get_op_name(node) in ("any", "all") and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    compared = node.args[0] if node is not None and get_op_name(node) in TWO_SIDED else None
-    return (
-        node if isinstance(compared, fx.Node) and (depends_on_routing(compared) or is_made_of_rows(compared)) else None
-    )
-
-
-def _compares_load(capture: Capture, read: HostRead) -> bool:
+def _compares_load(capture: Capture, read: HostRead, comparison: HostComparison) -> bool:
     """Return whether the compared number grows with the tokens of one expert, or of all.
 
     An equality that no count can fulfil (`n == -1`, `n == 2.5`) does not count.
     """
     ranges = IntegerRanges.with_more_tokens(capture)
-    if read.comparison is not None:
-        op, other = read.comparison
+    op, other, node = comparison
+    if node is None:
         is_never = (
             not read.origins and op not in ORDERED and type(other) in (int, float) and (other < 0 or other % 1 != 0)
         )
         return is_unbounded(ranges, read) and not is_never
-    compared: Any = node.args[0] if (node := _find_comparison_node(read)) is not None else None
-    if compared is None:
+    number = node.args[0]
+    if not isinstance(number, fx.Node) or not (depends_on_routing(number) or is_made_of_rows(number)):
         return False
-    if not find_token_sizes(capture).isdisjoint(compared.meta["val"].shape):
+    if not find_token_sizes(capture).isdisjoint(number.meta["val"].shape):
         return False  # a number for each token, such as its position
-    if (compared_range := ranges.get(compared)) is None:
-        return get_op_name(compared) in ("sum", "count_nonzero") and is_made_of_rows(compared)  # not ids of experts
-    return bool((compared_range[1] >= UNBOUNDED // 2).any())
+    if (number_range := ranges.get(number)) is None:
+        return get_op_name(number) in ("sum", "count_nonzero") and is_made_of_rows(number)  # not ids of experts
+    return bool((number_range[1] >= UNBOUNDED // 2).any())
 
 
 def _list_routings(proof: ProofView) -> list[Routing]:
@@ -231,7 +214,7 @@ def _find_outcomes(proof: ProofView, side: _Side | None) -> dict[_Calls, set[Any
 
 
 def _add_capture(
-    proof: ProofView, routing: Routing, side: _Side, comparisons: dict[_Calls, _Comparison]
+    proof: ProofView, routing: Routing, side: _Side, comparisons: dict[_Calls, _LoadComparison]
 ) -> Capture | None:
     """Add a capture under a routing as evidence.
 
@@ -260,7 +243,7 @@ def _add_capture(
     return captured
 
 
-def _find_new_outcome(proof: ProofView, captured: Capture, comparisons: dict[_Calls, _Comparison]) -> HostRead:
+def _find_new_outcome(proof: ProofView, captured: Capture, comparisons: dict[_Calls, _LoadComparison]) -> HostRead:
     """Return a comparison with an outcome that the first capture does not have; any comparison if all have."""
     first = {(read.call_stack, read.value) for read in proof.evidence.reference.capture.reads}
     new = [r for r in captured.reads if r.call_stack in comparisons and (r.call_stack, r.value) not in first]
@@ -268,7 +251,7 @@ def _find_new_outcome(proof: ProofView, captured: Capture, comparisons: dict[_Ca
 
 
 def _force_large_load(
-    proof: ProofView, comparison: _Comparison, bases: list[Capture], outcomes: dict[_Calls, set[Any]]
+    proof: ProofView, comparison: _LoadComparison, bases: list[Capture], outcomes: dict[_Calls, set[Any]]
 ) -> None:
     """Force a comparison to the outcome of a crowd for all experts.
 
@@ -301,7 +284,7 @@ def _force_large_load(
                 return
 
 
-def _choose_outcomes(comparison: _Comparison, seen: set[Any]) -> list[bool]:
+def _choose_outcomes(comparison: _LoadComparison, seen: set[Any]) -> list[bool]:
     """Return the outcomes to force.
 
     A comparison of two loads, or an equality with 0, 1 or a non-integer, takes only outcomes not yet seen on this side:
@@ -314,7 +297,7 @@ def _choose_outcomes(comparison: _Comparison, seen: set[Any]) -> list[bool]:
     return [] if may_contradict and comparison.outcome_if_large in seen else [comparison.outcome_if_large]
 
 
-def _load_every_expert(proof: ProofView, comparison: _Comparison) -> bool:
+def _load_every_expert(proof: ProofView, comparison: _LoadComparison) -> bool:
     """Add a capture in which each expert really has as many tokens as a crowd, up to `MAX_CROWD_TOKENS` in all.
 
     Returns:

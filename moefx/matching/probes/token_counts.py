@@ -20,7 +20,7 @@ from ...capture.sizes.size_guards import SizeGuard
 from ...capture.tracing.concrete_routing import Routing, RoutingKind
 from ...errors import MoefxError, Refused
 from ..lift.canonical_form import CanonicalForm
-from ..lift.lifter import NothingRouted
+from ..lift.lift_refusals import NothingRouted
 
 if TYPE_CHECKING:
     from ..proof.proof_view import ProofView

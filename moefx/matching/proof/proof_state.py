@@ -231,4 +231,4 @@ class ProofState:
         )
 
 
-__all__ = ["LiftOptions", "ProofState"]
+__all__ = ["ProofState"]

@@ -16,7 +16,8 @@ from ...capture.environment.code_locations import Source
 from ...capture.tracing.capture_result import FORCE_VARIED
 from ...errors import Cause, Refused
 from ...ir.node_values import get_op_name
-from ..facts.graph_nodes import collect_numbers, find_comparison
+from ..facts.graph_nodes import collect_numbers
+from ..facts.host_comparisons import find_comparison
 from ..facts.op_classes import COMPARISONS
 from ..interventions.forced_outcome import ASK_ROWS, refuse_limit
 from ..lift.canonical_form import Axis, Body, CanonicalForm, NodeRef
@@ -116,8 +117,9 @@ def _explain_left_out(forms: Sequence[CanonicalForm]) -> Refused | None:
     are_few = max(left_out) < min(run)
     lowest, highest = (max(left_out), min(run)) if are_few else (max(run), min(left_out))
     for read in (read for form in forms for read in form.capture.reads):
-        _, number = find_comparison(read)
-        if type(number) in (int, float) and lowest <= number <= highest:
+        comparison = find_comparison(read)
+        limit = comparison.other if comparison is not None and comparison.depends_on_routing else None
+        if type(limit) in (int, float) and lowest <= limit <= highest:
             return refuse_limit(read.source, skips_few=are_few)
     return None
 

@@ -19,7 +19,8 @@ from ...capture.environment.code_locations import Source, suppress_program_error
 from ...capture.sizes.symbolic_sizes import unwrap_numbers
 from ...capture.tracing.concrete_routing import Routing
 from ...errors import MoefxError, Refused
-from ..facts.graph_nodes import collect_numbers, find_comparison
+from ..facts.graph_nodes import collect_numbers
+from ..facts.host_comparisons import find_comparison
 from ..lift.canonical_form import CanonicalForm, walk_body
 from .capacity_formulas import Formula, find_formula
 from .drop_masks import TieBreak, find_keep_masks
@@ -96,11 +97,13 @@ def _check_limits(match: Match) -> None:
     for form in match.forms:
         loads = {e: (int((form.ids == e).sum()), int(form.kept_slots[form.ids == e].sum())) for e in form.ids.unique()}
         for read in form.capture.reads:
-            name, number = find_comparison(read)
-            limit = unwrap_numbers(number)
-            if name not in _LARGEST_BELOW or type(limit) is not int:
+            comparison = find_comparison(read)
+            if comparison is None or not comparison.depends_on_routing or comparison.op not in _LARGEST_BELOW:
                 continue
-            limit += _LARGEST_BELOW[name]
+            limit = unwrap_numbers(comparison.other)
+            if type(limit) is not int:
+                continue
+            limit += _LARGEST_BELOW[comparison.op]
             kept_above = {kept for rows, kept in loads.values() if rows > limit}
             if form.forced_read is None and any(kept < rows <= limit for rows, kept in loads.values()):
                 cut_below.add(read.source)

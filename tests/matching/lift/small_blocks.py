@@ -10,7 +10,8 @@ from moefx.capture.tracing.capture_result import Capture
 from moefx.capture.tracing.concrete_routing import Routing
 from moefx.ir.node_values import get_op_name
 from moefx.matching.lift.canonical_form import CanonicalForm
-from moefx.matching.lift.lifter import Lifter, LiftOptions
+from moefx.matching.lift.lift_options import LiftOptions
+from moefx.matching.lift.lifter import Lifter
 from moefx.matching.lift.routed_nodes import ParameterUses
 
 D, E, K, TOKENS = 4, 3, 2, 6
