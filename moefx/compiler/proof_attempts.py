@@ -44,7 +44,7 @@ from ..capture.sizes.size_guards import SizeGuard
 from ..errors import CaptureError, Cause, Refused, summarize_error
 from ..inspection.proof_trace import AttemptRun, CutAttempt, ProofTrace
 from ..matching.lift.lift_options import LiftOptions
-from ..matching.lift.routed_nodes import find_padding_lines, has_rows_of_padding
+from ..matching.lift.padded_rows import find_padding_lines, has_rows_of_padding
 from ..matching.proof.proof_state import ProofState
 from ..matching.prove import prove
 from ..matching.refusal_causes import explain_branch, explain_limit, explain_refusal, explain_table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Sequence
 
 _MAX_CUTS = 4  # printed
@@ -59,6 +60,23 @@ class IndexAttempt:
     reason: str
 
 
+class LiftStep(enum.IntEnum):
+    """The steps that lift a capture at a cut, in order."""
+
+    SPLIT_ROWS = 0
+    FIND_INDEX = 1
+    ASSIGN_SLOTS = 2
+    UNIFY_EXPERTS = 3
+
+
+_STEP_NAMES = {
+    LiftStep.SPLIT_ROWS: "rows as sums",
+    LiftStep.FIND_INDEX: "expert index",
+    LiftStep.ASSIGN_SLOTS: "value of each slot",
+    LiftStep.UNIFY_EXPERTS: "one body for all experts",
+}
+
+
 @dataclasses.dataclass
 class CutAttempt:
     """A node that was tried as the routed sum.
@@ -66,28 +84,25 @@ class CutAttempt:
     Attributes:
         node: its operation and shape.
         source: the user's `file.py:line`, or "".
-        reached: number of steps that succeeded, of `STEPS`.
+        reached: the step that runs, or failed.
         reason: why it is not the routed sum.
         indices: the integer tensors that were tried as its expert index, the closest first.
     """
 
     node: str
     source: str
-    reached: int = 0
+    reached: LiftStep = LiftStep.SPLIT_ROWS
     reason: str = ""
     indices: tuple[IndexAttempt, ...] = ()
 
-    def complete_step(self) -> None:
-        self.reached += 1
+    def start_step(self, step: LiftStep) -> None:
+        self.reached = step
 
     def add_indices(self, indices: tuple[IndexAttempt, ...]) -> None:
         self.indices += indices
 
     def fail(self, reason: str) -> None:
         self.reason = reason
-
-
-STEPS = ("rows as sums", "expert index", "value of each slot", "one body for all experts")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,13 +151,15 @@ def _format_cuts(cuts: Sequence[CutAttempt]) -> list[str]:
     distinct = {(cut.node, cut.source, cut.reason): cut for cut in cuts}
     ordered_cuts = sorted(distinct.values(), key=lambda cut: -cut.reached)
     for cut in ordered_cuts[:_MAX_CUTS]:
-        step = STEPS[min(cut.reached, len(STEPS) - 1)]
-        lines += [f"tried as the routed sum: {_format_node(cut)}", f"  failed at {step}: {cut.reason}"]
+        lines += [
+            f"tried as the routed sum: {_format_node(cut)}",
+            f"  failed at {_STEP_NAMES[cut.reached]}: {cut.reason}",
+        ]
         for index in cut.indices[:_MAX_INDICES]:
             lines.append(f"  tried as the expert index: {_format_node(index)}: {index.reason}")
         if len(cut.indices) > _MAX_INDICES:
             lines.append(f"  and {len(cut.indices) - _MAX_INDICES} more integer tensors")
-        if step == "expert index" and not cut.indices:
+        if cut.reached is LiftStep.FIND_INDEX and not cut.indices:
             lines.append("  no integer tensor has entries for each token")
     if len(ordered_cuts) > _MAX_CUTS:
         lines.append(f"and {len(ordered_cuts) - _MAX_CUTS} more nodes")
@@ -153,4 +170,4 @@ def _format_node(attempt: CutAttempt | IndexAttempt) -> str:
     return attempt.node + (f" ({attempt.source})" if attempt.source else "")
 
 
-__all__ = ["STEPS", "AttemptRun", "CutAttempt", "IndexAttempt", "ProbeRun", "ProofTrace"]
+__all__ = ["AttemptRun", "CutAttempt", "IndexAttempt", "LiftStep", "ProbeRun", "ProofTrace"]

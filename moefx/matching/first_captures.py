@@ -7,8 +7,8 @@ import contextlib
 from ..capture.tracing.concrete_routing import Routing, RoutingKind
 from ..errors import Refused
 from .lift.canonical_form import CanonicalForm
+from .lift.integer_choices import has_sequence_choices
 from .lift.lift_refusals import NothingRouted
-from .lift.routed_nodes import has_sequence_choices
 from .probes.boundary_values import add_boundary_values, add_larger_flags
 from .probes.expert_coverage import choose_unseen_experts
 from .proof.proof_state import ProofState

@@ -38,7 +38,7 @@ def get_dtype(t: Term) -> torch.dtype | None:
         return torch.float32
     if t.op == "pointwise" and t.args[0] == "cast":
         return getattr(torch, dict(t.args[1])["dtype"])
-    dtypes = [dtype for dtype in map(get_dtype, t.terms) if dtype is not None]
+    dtypes = [dtype for dtype in map(get_dtype, t.operands) if dtype is not None]
     return functools.reduce(torch.promote_types, dtypes)
 
 

@@ -21,7 +21,7 @@ from torch import fx
 
 from ...errors import Cause, Refused
 from ..facts.graph_nodes import is_matrix_of_integers, is_random
-from ..terms.parameter_slices import ParameterSlice, is_parameter_slice, is_state_slice, strip_moves
+from ..terms.parameter_slices import ParameterSlice, get_fqn, is_parameter_slice, is_state_slice
 from ..terms.term import Term, constant_value, format_term
 from .canonical_form import Body, CapturedGroup, NodeRef, SlotPosition
 from .expert_owners import ExpertOwners
@@ -117,7 +117,7 @@ class Unifier:
         same = all(t is first for t in terms)
         if first.op == "const" and same:
             return Body("const", (constant_value(first),), first.shape)
-        of_experts = any(strip_moves(t).args[0] in self.experts for t in terms)
+        of_experts = any(get_fqn(t) in self.experts for t in terms)
         if all(is_parameter_slice(t) for t in terms) and (
             of_experts or (same and not self._is_looked_up(positions, terms))
         ):
@@ -191,9 +191,9 @@ class Unifier:
             Refused: an expert uses two slices, or the slices differ in shape.
         """
         shape = terms[0].shape
-        if same and strip_moves(terms[0]).args[0] not in self.experts:
+        if same and get_fqn(terms[0]) not in self.experts:
             return Body("shared", (ParameterSlice.from_term(terms[0]),), shape)
-        self.experts.update(strip_moves(t).args[0] for t in terms)
+        self.experts.update(get_fqn(t) for t in terms)
         table: dict[int, ParameterSlice] = {}
         for (_, _, e), t in zip(positions, terms, strict=True):
             part = ParameterSlice.from_term(t)
@@ -225,8 +225,8 @@ class Unifier:
                 remedy="keep the weights of experts as floats",
             )
         base = t
-        while base.terms:
-            base = base.terms[0]
+        while base.operands:
+            base = base.operands[0]
         origin, source = base.op, ""
         if base.op == "node":
             node = base.args[0]

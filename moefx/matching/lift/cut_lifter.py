@@ -19,21 +19,23 @@ from torch import fx
 
 from ...capture.tracing.capture_result import Capture
 from ...errors import Refused
-from ...inspection.proof_trace import CutAttempt
+from ...inspection.proof_trace import CutAttempt, LiftStep
 from ...ir.ancestors import collect_ancestors
-from ..terms.parameter_slices import strip_moves
+from ..terms.parameter_slices import get_fqn
 from ..terms.term import OVERWRITTEN, Term, is_const, is_pointwise_term
 from .anti_unification import Skeletons, Unifier
 from .canonical_form import CanonicalForm, CapturedGroup, NodeRef, count_sequences, has_matrix_products
+from .cut_candidates import find_cut_inputs
 from .expert_index import ExpertIndex, find_expert_index, find_near_misses
 from .expert_owners import ExpertOwners
 from .lift_options import LiftOptions
 from .lift_refusals import NothingRouted, UnexplainedIndex, explain_overwrite
+from .parameter_uses import ParameterUses
 from .repeated_choices import ChoiceSums, RepeatedChoiceRefused, find_repeated
 from .residual_terms import assign_identity_slots, find_shared, find_unrouted_value
-from .routed_nodes import ParameterUses, find_cut_inputs
 from .same_form import ONE_FUNCTION
-from .value_lookup import SlotEffects, ValueAxes, ValueLookup
+from .value_axes import ValueAxes
+from .value_lookup import SlotEffects, ValueLookup
 
 _Summand = tuple[int, int, Term]  # token, slot, term
 
@@ -118,14 +120,14 @@ class CutLifter:
             Refused: the cut does not sum routed rows.
         """
         expert_rows, other_rows = self._split_rows()
-        self.attempt.complete_step()
+        self.attempt.start_step(LiftStep.FIND_INDEX)
         index = self._find_index(expert_rows)
-        self.attempt.complete_step()
+        self.attempt.start_step(LiftStep.ASSIGN_SLOTS)
         lookup = self._rank_values(index)
         residual = self._split_residual(expert_rows, other_rows, lookup)
         summands = self._assign_slots(index, expert_rows, residual, lookup)
         lookup = lookup.with_effects(summands.find_effects())
-        self.attempt.complete_step()
+        self.attempt.start_step(LiftStep.UNIFY_EXPERTS)
         groups, kept = self._unify_groups(lookup, summands), summands.kept
         if summands.repeated:
             groups, kept = self._check_repeated(lookup, summands, expert_rows, residual, groups)
@@ -159,7 +161,7 @@ class CutLifter:
                     source=str(self.cut.meta["source"]),
                     remedy="start from torch.zeros_like(x) instead of torch.empty_like(x)",
                 )
-            of_experts = {p for p in parts if any(strip_moves(x).args[0] in experts for x in self.uses.leaves(p))}
+            of_experts = {p for p in parts if any(get_fqn(x) in experts for x in self.uses.leaves(p))}
             expert_summands.append([p for p in parts if p in of_experts])
             residual.append([p for p in parts if p not in of_experts])
         if self.uses.terms.overwrites and has_overwrite(expert_summands):
@@ -292,7 +294,7 @@ def has_overwrite(rows: list[list[Term]]) -> bool:
             return True
         if t not in seen:
             seen.add(t)
-            stack += t.terms
+            stack += t.operands
     return False
 
 

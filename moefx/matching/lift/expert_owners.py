@@ -13,9 +13,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from ..terms.parameter_slices import ParameterSlice, guess_experts, strip_moves
-from ..terms.term import Term, is_const
-from .routed_nodes import ParameterUses
+from ..terms.parameter_slices import ParameterSlice, get_fqn, guess_experts
+from ..terms.term import Term, is_const, is_pointwise_term, pointwise_items
+from .parameter_uses import ParameterUses
 
 OwnerKey = tuple[ParameterSlice, ...]  # sorted
 
@@ -65,8 +65,8 @@ class ExpertOwners:
 
     def split_operands(self, t: Term) -> list[Term]:
         """Return both operands of a sum or difference, with signs; else the term itself, or nothing for zero."""
-        if t.op == "pointwise" and t.args[0] in ("add", "sub") and all(i.shape == t.shape for i in t.args[2:]):
-            a, b = t.args[2:]
+        if is_pointwise_term(t, "add", "sub") and all(i.shape == t.shape for i in pointwise_items(t)):
+            a, b = pointwise_items(t)
             return [a, b if t.args[0] == "add" else self.uses.terms.pointwise("mul", b, self.uses.terms.const(-1))]
         return [] if is_const(t, 0) else [t]
 
@@ -79,7 +79,7 @@ class ExpertOwners:
 
     def find_key(self, t: Term) -> OwnerKey:
         """Return the expert parameter slices that a term uses."""
-        slices = {self._read_slice(x) for x in self.uses.leaves(t) if strip_moves(x).args[0] in self.experts}
+        slices = {self._read_slice(x) for x in self.uses.leaves(t) if get_fqn(x) in self.experts}
         return tuple(part for _, part in sorted(slices, key=lambda named: named[0]))
 
     def _read_slice(self, leaf: Term) -> tuple[str, ParameterSlice]:

@@ -21,9 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...capture.tracing.node_origins import find_float_decisions
 from ...ir.ancestors import collect_ancestors
 from ..facts.graph_nodes import follows_from_state
-from ..terms.parameter_slices import ParameterSlice, guess_experts, strip_moves
+from ..terms.parameter_slices import ParameterSlice, get_fqn, guess_experts
 from ..terms.term import Term
-from .routed_nodes import MAX_ROWS, ParameterUses
+from .parameter_uses import MAX_ROWS, ParameterUses
 
 _MAX_INNER_NODES = 60
 
@@ -62,12 +62,12 @@ def propose_expert_parameters(uses: ParameterUses) -> Iterator[list[set[str]]]:
             common = of_all
         varying = frozenset().union(*used_by_row) - common
         if varying:
-            varying_names = {strip_moves(t).args[0] for t in varying}
+            varying_names = {get_fqn(t) for t in varying}
             experts = add_siblings(uses, varying_names)
             if not experts & earlier_experts:
                 earlier_experts |= experts
                 # shared experts in the list of experts
-                shared_experts = experts & ({strip_moves(t).args[0] for t in common} - varying_names)
+                shared_experts = experts & ({get_fqn(t) for t in common} - varying_names)
                 rest = experts - _find_tables(uses, varying)
                 yield _drop_repeated(
                     [rest, experts, experts - shared_experts, rest - _find_choice_parameters(uses, experts)]
@@ -86,7 +86,7 @@ def _find_tables(uses: ParameterUses, varying: frozenset[Term]) -> set[str]:
     lengths: dict[str, set[int]] = defaultdict(set)  # of possible tables
     experts: set[int] = set()
     for t in varying:
-        fqn, length = strip_moves(t).args[0], _count_parts(t)
+        fqn, length = get_fqn(t), _count_parts(t)
         if len(t.shape) == 1 and length > 1:
             lengths[fqn].add(length)
         elif length > 1:
@@ -100,10 +100,10 @@ def _count_parts(t: Term) -> int:
     count = 1
     while t.op != "param":
         if t.op == "select":
-            count = math.prod(t.terms[0].shape[axis] for axis, _ in t.args[1])
+            count = math.prod(t.operands[0].shape[axis] for axis, _ in t.args[1])
         elif t.op == "slice":
-            count = t.terms[0].shape[t.args[1]] // max(1, t.shape[t.args[1]])
-        t = t.terms[0]
+            count = t.operands[0].shape[t.args[1]] // max(1, t.shape[t.args[1]])
+        t = t.operands[0]
     return count
 
 
@@ -147,7 +147,7 @@ def number_by_tokens(
     tokens: dict[str, set[int]] = defaultdict(set)
     uses.expand_sums(cut, experts)
     for token, used in enumerate(uses.parameters_by_row(cut)):
-        for fqn in {strip_moves(t).args[0] for t in used} & experts:
+        for fqn in {get_fqn(t) for t in used} & experts:
             tokens[fqn].add(token)
     kinds: dict[frozenset[int], list[str]] = defaultdict(list)
     for fqn in [name for name, _ in uses.block.named_parameters(remove_duplicate=False) if name in tokens]:

@@ -20,7 +20,7 @@ from ..terms.sum_expansion import routed_axes
 from ..terms.term import Term
 from .expert_index import is_all_or_none, uses_all_experts
 from .expert_owners import ExpertOwners, OwnerKey
-from .routed_nodes import ParameterUses
+from .parameter_uses import ParameterUses
 
 NO_SECOND_EXPERT = "leave it as it is: only a block with several experts becomes faster"
 ONE_EXPERT = "there is a single expert, which tokens either use or skip: no selection among several experts"
@@ -277,7 +277,7 @@ class UnexplainedIndex:
         def varies_within_rows(n: fx.Node) -> bool:
             if not isinstance(n.meta.get("val"), FakeTensor) or not n.meta["val"].dim():
                 return False
-            term = self.uses.semantics.term(n)
+            term = self.uses.semantics.get_term(n)
             return len(term.shape) - 1 in routed_axes(self.uses.terms, term)
 
         # if single elements move, some expert parameters are not recognised, and `expert_nodes` lacks their users

@@ -31,9 +31,11 @@ from ...ir.expressions.expression_check import is_pointwise
 from ..facts.graph_nodes import describe_node, line
 from ..terms.term import OutOfBounds, TooLarge
 from .canonical_form import CanonicalForm
+from .cut_candidates import find_call_internals, find_cuts
 from .cut_lifter import CutLifter, has_overwrite
 from .expert_owners import ExpertOwners
 from .expert_parameters import find_experts_used_by_all_tokens, number_by_tokens, propose_expert_parameters
+from .integer_choices import has_integer_choices
 from .lift_options import LiftOptions
 from .lift_refusals import (
     explain_layout,
@@ -41,12 +43,7 @@ from .lift_refusals import (
     explain_overwrite,
     explain_random,
 )
-from .routed_nodes import (
-    ParameterUses,
-    find_call_internals,
-    find_cuts,
-    has_integer_choices,
-)
+from .parameter_uses import ParameterUses
 
 _MAX_CUTS = 12
 _MAX_PARAMETER_SETS = 2

@@ -23,7 +23,7 @@ import torch
 from ...capture.tracing.capture_result import Capture
 from ...errors import Cause, Refused
 from ..terms.parameter_slices import ParameterSlice, is_state_slice
-from ..terms.term import Term, constant_value, is_const
+from ..terms.term import Term, constant_value, is_const, is_pointwise_term, pointwise_items
 from .canonical_form import Body, CanonicalForm, CapturedGroup, NodeRef, SlotPosition
 from .value_lookup import ValueLookup
 
@@ -172,8 +172,8 @@ def _expand_scalar(t: Any) -> _LinearSum:
         return {(None, ()): float(constant_value(t) if isinstance(t, Term) else t)}
     if t.op in ("reshape", "expand"):
         return _expand_scalar(t.args[0])
-    if t.op == "pointwise" and t.args[0] in ("add", "sub", "mul") and len(t.args) == 4:
-        a, b = map(_expand_scalar, t.args[2:])
+    if is_pointwise_term(t, "add", "sub", "mul") and len(t.args) == 4:
+        a, b = map(_expand_scalar, pointwise_items(t))
         if t.args[0] == "mul":
             return _multiply(a, b)
         scalar_sum = dict(a)
@@ -202,7 +202,7 @@ def _walk_terms(*terms: Term) -> Iterator[Term]:
     stack, seen = [*terms], {*terms}
     while stack:
         yield (x := stack.pop())
-        for a in x.terms:
+        for a in x.operands:
             if a not in seen:
                 seen.add(a)
                 stack.append(a)

@@ -13,7 +13,7 @@ import math
 
 from ...errors import Refused
 from ..facts.graph_nodes import line
-from ..terms.term import Term, format_term, is_const
+from ..terms.term import Term, format_term, is_const, is_pointwise_term, pointwise_items
 from .canonical_form import CanonicalForm, NodeRef
 from .expert_owners import ExpertOwners
 from .value_lookup import ValueLookup
@@ -106,7 +106,7 @@ def assign_identity_slots(
     """
     for part in [summand for whole in parts for summand in _split_by_weight(whole, lookup)]:
         free = sorted(set(range(len(ids))) - {k for k, _ in placed})
-        scalars = {a for a in part.terms if math.prod(a.shape) == 1}
+        scalars = {a for a in part.operands if math.prod(a.shape) == 1}
         fits = [k for k in free if any(lookup.has_value_at(t, k, ids[k], s) for s in scalars)]
         if not fits and len(free) == 1:
             fits = free
@@ -121,11 +121,12 @@ def assign_identity_slots(
 
 def _split_by_weight(t: Term, lookup: ValueLookup) -> list[Term]:
     """Split `x * (w1 + w2)` into two summands: a token may select two experts that compute the same."""
-    if t.op == "pointwise" and t.args[0] == "mul":
-        a, b = t.args[2:]
+    if is_pointwise_term(t, "mul"):
+        a, b = pointwise_items(t)
         wide, scalar = (a, b) if math.prod(b.shape) == 1 else (b, a)
-        if scalar.op == "pointwise" and scalar.args[0] == "add" and not any(lookup.find_holders(scalar)):
+        if is_pointwise_term(scalar, "add") and not any(lookup.find_holders(scalar)):
             pointwise = lookup.semantics.terms.pointwise
-            products = [pointwise("mul", wide, s) if wide is a else pointwise("mul", s, wide) for s in scalar.args[2:]]
+            items = pointwise_items(scalar)
+            products = [pointwise("mul", wide, s) if wide is a else pointwise("mul", s, wide) for s in items]
             return [p for product in products for p in _split_by_weight(product, lookup)]
     return [t]

@@ -16,7 +16,6 @@ expert). A *candidate* is a `NodeRef`: a node with the meaning of its axes.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections import defaultdict
@@ -28,8 +27,9 @@ from torch import fx
 from ..facts.graph_nodes import line
 from ..terms.node_semantics import Semantics
 from ..terms.term import Term, is_const
-from .canonical_form import Axis, CanonicalForm, NodeRef, SlotPosition
+from .canonical_form import CanonicalForm, NodeRef, SlotPosition
 from .lift_options import LiftOptions
+from .value_axes import ValueAxes
 
 
 class _Candidate(NamedTuple):
@@ -43,61 +43,6 @@ class _Candidate(NamedTuple):
     rank: tuple[bool, bool, int]
     order: int
     ref: NodeRef
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ValueAxes:
-    """The lengths of the axes by which a node may hold values.
-
-    Attributes:
-        tokens: the token axes.
-        slots: number of slots, K.
-        experts: number of experts.
-        sequences: number of sequences, if one value may hold for all tokens of a sequence; else 0.
-    """
-
-    tokens: tuple[int, ...]
-    slots: int
-    experts: int
-    sequences: int = 0
-
-    @functools.cached_property
-    def num_tokens(self) -> int:
-        return math.prod(self.tokens)
-
-    @functools.cached_property
-    def positions(self) -> list[tuple[int, ...]]:
-        """The indices of each token along the token axes."""
-        return list(itertools.product(*map(range, self.tokens)))
-
-    def enumerate(self, shape: tuple[int, ...]) -> list[tuple[int, tuple[Axis, ...]]]:
-        """List the axes by which a tensor of this shape may hold values, each with its rank (0 is the likeliest)."""
-        T, K, out = self.num_tokens, self.slots, []
-        for lead in dict.fromkeys([(T,), self.tokens]):
-            n = len(lead)
-            t = ("t",) * n
-            extra = 0 if n == 1 else 1
-            if shape[:n] == lead:
-                out.append((extra, t))
-                if shape[n : n + 1] == (K,):
-                    out.append((extra, (*t, "k")))
-                if len(shape) > n and shape[n] >= self.experts:
-                    out.append((4 + extra, (*t, "e")))
-            if shape[:1] == (K,) and shape[1 : n + 1] == lead:
-                out.append((2 + extra, ("k", *t)))
-            if len(shape) > n and shape[0] >= self.experts and shape[1 : n + 1] == lead:
-                out.append((6 + extra, ("e", *t)))
-        if shape[:1] == (T * K,) and K > 1:
-            out += [(3, ("tk",)), (3, ("kt",))]
-        if shape and shape[0] >= self.experts and shape[0] != T:
-            out.append((8, ("e",)))
-        if math.prod(shape) == 1:
-            out.append((9, ()))
-        if self.sequences and shape[:1] == (self.sequences,) and len(shape) <= 2 and shape != self.tokens:
-            out.append((10, ("s",)))
-            out += [(10, ("s", "k"))] if shape[1:] == (K,) else []
-            out += [(11, ("s", "e"))] if len(shape) > 1 and shape[1] >= self.experts else []
-        return out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -182,7 +127,7 @@ class ValueLookup:
         """Return the term of a candidate for a token, slot and expert, or None outside of the tensor."""
         if ref.columns:
             ref = ref.columns[k]
-        term = self.semantics.term(ref.node)
+        term = self.semantics.get_term(ref.node)
         position = self.axes.positions[t]
         index_by_axis: dict[int, int] = {}
         seen = 0
@@ -377,7 +322,7 @@ def _rank_candidates(
     """List the candidates, the likeliest first."""
     candidates: list[_Candidate] = []
     for n in nodes:
-        for unusual, kinds in axes.enumerate(tuple(n.meta["val"].shape)):
+        for unusual, kinds in axes.list_axes(tuple(n.meta["val"].shape)):
             if options.weights_per_slot and "e" in kinds and {"t", "s"} & set(kinds):
                 continue
             ref, index = NodeRef(n, kinds), n.meta["index"]
@@ -390,8 +335,8 @@ def _keep_first_of_equals(semantics: Semantics, refs: list[NodeRef]) -> list[Nod
     """Keep the first of equal candidates: each run of a loop may compute `weights[..., None]` again."""
     first: dict[tuple, NodeRef] = {}
     for ref in refs:
-        first.setdefault((semantics.term(ref.node), ref.axes, line(ref.node)), ref)
+        first.setdefault((semantics.get_term(ref.node), ref.axes, line(ref.node)), ref)
     return list(first.values())
 
 
-__all__ = ["SlotEffects", "ValueAxes", "ValueLookup"]
+__all__ = ["SlotEffects", "ValueLookup"]

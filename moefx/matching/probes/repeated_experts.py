@@ -27,7 +27,8 @@ from ...errors import MoefxError, Refused
 from ...ir.node_values import get_op_name
 from ..facts.op_classes import LOOKUPS
 from ..lift.canonical_form import CanonicalForm
-from ..lift.distinct_choices import MOVES, has_distinct_slots, view_as_slots
+from ..lift.distinct_choices import has_distinct_slots, view_as_slots
+from ..lift.integer_derivations import MOVES
 from ..lift.repeated_choices import RepeatedChoiceRefused
 from ..lift.same_form import require_same_form
 

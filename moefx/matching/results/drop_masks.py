@@ -149,7 +149,7 @@ def _is_explained_by_zeros(match: Match, capture: int) -> bool:
         index_by_axis = {
             a: k if x == "k" else int(form.ids[t, k]) if x == "e" else next(it) for a, x in enumerate(ref.axes)
         }
-        term = semantics.term(ref.node)
+        term = semantics.get_term(ref.node)
         return all(0 <= i < term.shape[a] for a, i in index_by_axis.items()) and is_const(
             terms.resolve(terms.pick_axes(term, index_by_axis)), 0
         )

@@ -73,21 +73,21 @@ class Semantics:
         self.terms = Terms()
         self.nodes, self.concrete_value, self.opaque_lines = nodes, concrete_value, opaque_lines
         self.conditions = find_conditions(nodes) if symbolic else set()
-        self._terms: dict[fx.Node, Term] = {}
+        self._term_by_node: dict[fx.Node, Term] = {}
 
-    def term(self, node: fx.Node) -> Term:
+    def get_term(self, node: fx.Node) -> Term:
         """Return the term of a node, not resolved."""
-        if node not in self._terms:
+        if node not in self._term_by_node:
             needed, stack = set(), [node]
             while stack:
                 n = stack.pop()
-                if n not in needed and n not in self._terms:
+                if n not in needed and n not in self._term_by_node:
                     needed.add(n)
                     if not follows_from_integers(n) or n in self.conditions:
                         stack.extend(n.all_input_nodes)
             for n in sorted(needed, key=lambda n: n.meta["index"]):
-                self._terms[n] = self._build(n)
-        return self._terms[node]
+                self._term_by_node[n] = self._build(n)
+        return self._term_by_node[node]
 
     def opaque(self, node: fx.Node) -> Term:
         """Return a term that stands for the node itself."""
@@ -141,7 +141,7 @@ class Semantics:
     def value(self, a: Any) -> Any:
         """Convert an argument of a node: nodes become terms."""
         if isinstance(a, fx.Node):
-            return self._terms.get(a) or (self.term(a) if isinstance(a.meta.get("val"), torch.Tensor) else a)
+            return self._term_by_node.get(a) or (self.get_term(a) if isinstance(a.meta.get("val"), torch.Tensor) else a)
         if isinstance(a, (list, tuple)):
             return [self.value(x) for x in a]
         return a

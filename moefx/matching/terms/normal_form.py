@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
+from .constant_folding import fold_pointwise
 from .einsum_terms import build_einsum
 from .element_selection import pick, split_axis
 from .index_arithmetic import broadcast, without_row
 from .sum_expansion import resolve
-from .term import Array, OutOfBounds, Term, TooLarge, Write, constant_value, is_const, is_pointwise_term
+from .term import Array, OutOfBounds, Term, TooLarge, Write, constant_value, is_const
 
-aten = torch.ops.aten
 _MAX_LISTED = 256
 
 
@@ -89,7 +89,7 @@ class Terms:
                 shape,
             )
         items = tuple(self._strip_leading_ones(a) if isinstance(a, Term) else a for a in items)
-        folded = self._fold(name, items, kwargs, shape)
+        folded = fold_pointwise(self, name, items, kwargs, shape)
         if folded is not None:
             return self.expand(folded, shape)
         return self.make("pointwise", (name, tuple(sorted(kwargs.items())), *items), shape)
@@ -104,47 +104,6 @@ class Terms:
         while t.shape[lead] == 1:
             lead += 1
         return self.reshape(t, t.shape[lead:]) if lead else t
-
-    def _fold(self, name: str, items: tuple, kwargs: dict, shape: tuple[int, ...]) -> Term | None:
-        """Simplify a pointwise op: x * 0, x + 0, a known condition, known numbers. None if nothing applies."""
-        if name in ("mul", "add", "sub", "div"):
-            a, b = items
-            if name == "mul" and (is_const(a, 0) or is_const(b, 0)):
-                return self.const(0, shape)
-            if name == "div" and is_const(a, 0):
-                return self.const(0, shape)
-            neutral = 0 if name in ("add", "sub") else 1
-            if is_const(b, neutral) and a.shape == shape:
-                return a
-            if name in ("add", "mul") and is_const(a, neutral) and b.shape == shape:
-                return b
-        elif name == "where":
-            if items[0].op == "const":
-                return self.expand(items[1] if items[0].args[0] else items[2], shape)
-            if items[0].op == "array" and not shape:
-                raise AssertionError("scalar arrays are constants")
-        elif name in ("cast", "detach"):
-            again = name == "detach" and is_pointwise_term(items[0], name)
-            if again or items[0].op in ("const", "array"):
-                return items[0]
-        if all(t.op in ("const", "array") for t in items if isinstance(t, Term)):
-            return self._compute(name, items, kwargs, shape)
-        return None
-
-    def _compute(self, name: str, items: tuple, kwargs: dict, shape: tuple[int, ...]) -> Term | None:
-        """Compute a pointwise op on known numbers, in float64. None if it is large, or torch refuses it."""
-        if math.prod(broadcast([t.shape for t in items if isinstance(t, Term) and t.op == "array"])) > 1 << 20:
-            return None
-        values = [torch.as_tensor(constant_value(t), dtype=torch.float64) if isinstance(t, Term) else t for t in items]
-        if name == "where":
-            values[0] = values[0] != 0
-        packet, _, overload = name.partition(".")
-        op = getattr(aten, packet)
-        try:
-            out = (getattr(op, overload) if overload else op)(*values, **kwargs)
-        except (RuntimeError, TypeError):
-            return None
-        return self.expand(self.array(out), shape)
 
     # ------------------------------------------------------------------ moving
     def reshape(self, t: Term, shape: Iterable[int]) -> Term:

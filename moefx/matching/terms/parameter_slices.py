@@ -30,8 +30,13 @@ def is_state_slice(t: Term) -> bool:
 def strip_moves(t: Term) -> Term:
     """Return the operand of a chain of moves (picks, slices, reshapes, casts): for a slice, its parameter."""
     while t.op in _MOVING or (t.op == "pointwise" and t.args[0] in ("cast", "detach")):
-        t = t.terms[0]
+        t = t.operands[0]
     return t
+
+
+def get_fqn(t: Term) -> str:
+    """Return the FQN of the parameter or buffer that a term is a part of."""
+    return strip_moves(t).args[0]
 
 
 def get_tensor(block: nn.Module, fqn: str) -> torch.Tensor:

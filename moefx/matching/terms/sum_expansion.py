@@ -63,7 +63,7 @@ def _find_routed_axes(terms: Terms, t: Term) -> set[int]:
         case "array":
             return set(range(len(t.shape)))
         case "pointwise":
-            return {d + len(t.shape) - len(a.shape) for a in t.terms for d in routed_axes(terms, a)}
+            return {d + len(t.shape) - len(a.shape) for a in t.operands for d in routed_axes(terms, a)}
         case "einsum":
             inputs, output, *operands = t.args
             routed = {s[d] for s, o in zip(inputs, operands, strict=True) for d in routed_axes(terms, o)}

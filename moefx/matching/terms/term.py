@@ -49,7 +49,8 @@ class Term:
         return format_term(self)
 
     @property
-    def terms(self) -> tuple[Term, ...]:
+    def operands(self) -> tuple[Term, ...]:
+        """The terms among the arguments."""
         return tuple([a for a in self.args if isinstance(a, Term)])  # a list is faster than a generator
 
 
@@ -99,9 +100,10 @@ def format_term(t: Any, depth: int = 6) -> str:
     if depth == 0:
         return "..."
     if t.op == "call":
-        return f"{getattr(t.args[0], '__name__', t.args[0])}({', '.join(format_term(a, depth - 1) for a in t.terms)})"
+        function = getattr(t.args[0], "__name__", t.args[0])
+        return f"{function}({', '.join(format_term(a, depth - 1) for a in t.operands)})"
     head = t.args[0] if t.op in ("pointwise", "axis_op") else t.op
-    rest = t.args[2:] if t.op == "pointwise" else t.args[1:] if t.op == "axis_op" else t.args
+    rest = pointwise_items(t) if t.op == "pointwise" else t.args[1:] if t.op == "axis_op" else t.args
     return f"{head}({', '.join(format_term(a, depth - 1) for a in rest)})"
 
 
@@ -118,11 +120,18 @@ MASKED = -1e8  # scores up to this count as masked: their softmax rounds to 0 be
 
 
 def is_const(t: Any, value: float | None = None) -> bool:
+    """Return whether all elements of a term are one number, and this number if it is given."""
     return isinstance(t, Term) and t.op == "const" and (value is None or t.args[0] == value)
 
 
-def is_pointwise_term(t: Any, name: str) -> bool:
-    return isinstance(t, Term) and t.op == "pointwise" and t.args[0] == name
+def is_pointwise_term(t: Any, *names: str) -> bool:
+    """Return whether a term is one of these pointwise ops."""
+    return isinstance(t, Term) and t.op == "pointwise" and t.args[0] in names
+
+
+def pointwise_items(t: Term) -> tuple[Any, ...]:
+    """Return the items of a `pointwise`: terms and static values."""
+    return t.args[2:]
 
 
 def constant_value(t: Term) -> Any:

@@ -12,7 +12,7 @@ from moefx.ir.node_values import get_op_name
 from moefx.matching.lift.canonical_form import CanonicalForm
 from moefx.matching.lift.lift_options import LiftOptions
 from moefx.matching.lift.lifter import Lifter
-from moefx.matching.lift.routed_nodes import ParameterUses
+from moefx.matching.lift.parameter_uses import ParameterUses
 
 D, E, K, TOKENS = 4, 3, 2, 6
 EXPERTS = {f"experts.{e}.weight" for e in range(E)}

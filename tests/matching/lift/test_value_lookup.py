@@ -6,7 +6,8 @@ from torch import fx
 
 from moefx.ir.node_values import get_op_name
 from moefx.matching.lift.canonical_form import NodeRef
-from moefx.matching.lift.value_lookup import ValueAxes, ValueLookup
+from moefx.matching.lift.value_axes import ValueAxes
+from moefx.matching.lift.value_lookup import ValueLookup
 from moefx.matching.terms.node_semantics import Semantics
 
 from .small_blocks import TOKENS, D, E, K, Small, capture

@@ -47,7 +47,7 @@ def check_terms(block: nn.Module, *args: torch.Tensor) -> None:
     values |= {n: S.concrete_value(n) for n in captured.nodes if n.op == "get_attr" and n.meta["kind"] == "constant"}
     with torch.no_grad():
         expected = block(*args)
-        term = S.term(captured.out)
+        term = S.get_term(captured.out)
         assert term.op != "node", "taken as it is"
         check(S.terms, term, expected, values)
 
@@ -224,7 +224,7 @@ class TestDtypes:
     @pytest.mark.parametrize("name", TYPED)
     def test_dtype_arguments(self, name, dtype):
         captured, S = build_terms(Fn(TYPED[name]), X.to(dtype))
-        assert get_dtype(S.term(captured.out)) == TYPED[name](None, X.to(dtype)).dtype
+        assert get_dtype(S.get_term(captured.out)) == TYPED[name](None, X.to(dtype)).dtype
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("name", AUTOCAST)
@@ -233,7 +233,7 @@ class TestDtypes:
         with torch.autocast("cpu", torch.bfloat16):
             captured, S = build_terms(block, X.to(dtype))
             expected = block(X.to(dtype)).dtype
-        assert get_dtype(S.term(captured.out)) == expected
+        assert get_dtype(S.get_term(captured.out)) == expected
 
 
 class TestParameters:
@@ -260,7 +260,7 @@ class TestParameters:
 
         block = Fn(fn, w=w).bfloat16()
         captured, S = build_terms(block, torch.randn(5, 16).bfloat16())
-        rows = [S.terms.resolve(S.terms.pick(S.term(captured.out), 0, t)) for t in range(5)]
+        rows = [S.terms.resolve(S.terms.pick(S.get_term(captured.out), 0, t)) for t in range(5)]
         picks = [{a for a in _list_parameters(r)} for r in rows]
         assert picks == [{0}, {0}, {2}, {2}, {2}]
 
@@ -269,7 +269,7 @@ def _list_parameters(t) -> list[int]:
     """List the expert indices of the parameter slices in a term."""
     if t.op == "select" and t.args[0].op == "param":
         return [t.args[1][0][1]]
-    return [i for a in t.terms for i in _list_parameters(a)]
+    return [i for a in t.operands for i in _list_parameters(a)]
 
 
 class TestSelections:
@@ -295,7 +295,7 @@ class TestSelections:
         expected, expected_ids = select(scores)
         assert torch.equal(ids.meta["val"], expected_ids)
         env = {"w": block.w} | {n: scores for n in captured.nodes if n.op == "placeholder"}
-        term = S.terms.resolve(S.term(values))
+        term = S.terms.resolve(S.get_term(values))
         assert term.shape == tuple(expected.shape) and term.op != "node"
         del env
 
@@ -305,7 +305,7 @@ class TestSelections:
             return F.one_hot(i, E)[:, 0] * p
 
         captured, S = build_terms(Fn(forward, w=torch.randn(D, E)), X)
-        term = S.term(captured.out)
+        term = S.get_term(captured.out)
         zeros = sum(
             is_const(S.terms.resolve(S.terms.pick_axes(term, {0: t, 1: e})), 0) for t in range(T) for e in range(E)
         )
@@ -315,7 +315,7 @@ class TestSelections:
 class TestTakenAsItIs:
     def test_an_unknown_op_is_taken_as_a_node(self):
         captured, S = build_terms(Fn(lambda s, x: torch.linalg.inv(x[:4])), X)
-        assert S.term(captured.out).op == "node"
+        assert S.get_term(captured.out).op == "node"
 
     def test_an_autograd_function_is_taken_as_a_node(self):
         class Own(torch.autograd.Function):
@@ -324,20 +324,21 @@ class TestTakenAsItIs:
                 return x * 2
 
         captured, S = build_terms(Fn(lambda s, x: Own.apply(x)), X)
-        assert S.term(captured.out).op == "node"
+        assert S.get_term(captured.out).op == "node"
 
     def test_a_view_of_the_bits_is_taken_as_a_node(self):
         captured, S = build_terms(Fn(lambda s, x: x.view(torch.int32).view(torch.float32)), X)
-        assert all(t.op == "node" for t in (S.term(captured.out), *S.term(captured.out).terms) if t.op != "pointwise")
+        term = S.get_term(captured.out)
+        assert all(t.op == "node" for t in (term, *term.operands) if t.op != "pointwise")
 
     def test_uninitialised_is_nan(self):
         captured, S = build_terms(Fn(lambda s, x: torch.empty_like(x)), X)
-        assert is_const(S.term(captured.out), "nan")
+        assert is_const(S.get_term(captured.out), "nan")
 
 
 def test_ops_on_the_rows_of_idle_experts_are_not_explained():
     block = Loop(Mlp, num_experts=8)
     captured, S = build_terms(block, torch.randn(1, block.gate.in_features))
-    S.term(captured.out)
+    S.get_term(captured.out)
     products = [n for n in captured.nodes if n.target is F.linear and n.meta["val"].shape[0] == 0]
-    assert products and all(S.term(n).op == "node" for n in products)
+    assert products and all(S.get_term(n).op == "node" for n in products)

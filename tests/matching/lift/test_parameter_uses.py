@@ -1,19 +1,11 @@
-"""Routed region: the parameters that each row uses, and the node that sums the rows of all experts."""
+"""Parameters that each row of a capture uses."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from moefx.matching.lift.routed_nodes import (
-    find_call_internals,
-    find_cut_inputs,
-    find_cuts,
-    has_integer_choices,
-    has_sequence_choices,
-)
-
-from .small_blocks import EXPERTS, TOKENS, D, E, Small, capture, find_nodes, find_uses
+from .small_blocks import D, E, Small, find_nodes, find_uses
 
 
 def test_each_row_uses_the_experts_of_its_token():
@@ -55,47 +47,6 @@ def test_a_sum_over_all_experts_is_expanded_on_demand_only():
     assert {str(leaf) for leaf in after[0]} == {f"select(stack, ((0, {e}),))" for e in range(E)} and after[
         1:
     ] == before[1:]
-
-
-def test_the_cut_is_behind_all_experts():
-    class Activated(Small):
-        def forward(self, x):
-            return super().forward(x).tanh()
-
-    used = find_uses(Activated())
-    routed, cuts = find_cuts(used, EXPERTS)
-    _, *products = find_nodes(used.capture, "linear")
-    assert routed.issuperset(products) and not set(cuts) & set(products)
-    assert cuts == [*find_nodes(used.capture, "index_add")[-1:], *find_nodes(used.capture, "tanh")]
-
-
-def test_inputs_of_the_cut_are_no_rows_of_a_loop_over_experts():
-    used = find_uses(Small())
-    routed, _ = find_cuts(used, EXPERTS)
-    inputs = find_cut_inputs(used, used.capture.out, routed, None)
-    assert not set(inputs) & routed and all(len(n.meta["val"]) == TOKENS for n in inputs)
-
-
-def test_a_submodule_keeps_values_that_it_does_not_return():
-    class Router(nn.Linear):
-        def forward(self, x):
-            return super().forward(x).softmax(-1)
-
-    block = Small()
-    block.router = Router(D, E, bias=False)
-    used = find_uses(block)
-    inside = find_call_internals(used.capture, find_cuts(used, EXPERTS)[0])
-    router, *products = find_nodes(used.capture, "linear")
-    assert router in inside and find_nodes(used.capture, "_softmax")[0] not in inside
-    assert not inside & set(products)
-
-
-def test_blocks_that_choose_by_integers_are_recognised():
-    assert has_integer_choices(find_uses(Small())) and not has_integer_choices(find_uses(nn.Linear(4, 4)))
-
-
-def test_a_selection_per_token_is_not_per_sequence():
-    assert not has_sequence_choices(capture(Small()))
 
 
 def test_nodes_that_no_output_needs_are_not_live():
