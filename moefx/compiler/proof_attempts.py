@@ -42,7 +42,7 @@ from ..capture.arguments.size_collisions import ModelNumbers
 from ..capture.environment.code_locations import is_internal_error, is_raised_by_program
 from ..capture.sizes.size_guards import SizeGuard
 from ..errors import CaptureError, Cause, Refused, summarize_error
-from ..inspection.proof_trace import AttemptRun, CutAttempt, ProofTrace
+from ..inspection.proof_trace import AttemptRun, CutAttempt, ProofTrace, locate_raises
 from ..matching.lift.lift_options import LiftOptions
 from ..matching.lift.padded_rows import find_padding_lines, has_rows_of_padding
 from ..matching.proof.proof_state import ProofState
@@ -228,7 +228,7 @@ def run_attempt(
             if match.excludes_calls_without_tokens:
                 match = dataclasses.replace(match, is_empty_without_tokens=samples.is_empty_without_tokens())
         except Refused as refusal:
-            trace = ProofTrace(proof.probe_runs, _find_failed_cuts(refusal))
+            trace = ProofTrace(proof.probe_runs, _find_failed_cuts(refusal), raised_at=locate_raises(refusal))
             explained = _explain_refusal(refusal, proof)
             explained.trace = trace
             return Failure(explained, proof)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
+_ROOT = Path(__file__).parents[2]  # the folder that holds the package
 _MAX_CUTS = 4  # printed
 _MAX_INDICES = 4  # printed for each
 
@@ -113,15 +116,31 @@ class ProofTrace:
         probes: the probes that ran, in order.
         cuts: if a capture has no canonical form, the nodes that were tried as its routed sum.
         attempts: all attempts to prove the block, in order; the probes and cuts are those of one.
+        raised_at: the functions of moefx that raised the refusal and its causes, such as
+            "moefx/matching/lift/cut_lifter.py:162 in _split_rows"; the refusal first.
     """
 
     probes: tuple[ProbeRun, ...] = ()
     cuts: tuple[CutAttempt, ...] = ()
     attempts: tuple[AttemptRun, ...] = ()
+    raised_at: tuple[str, ...] = ()
 
     def format_lines(self) -> list[str]:
         """Format tables of the attempts and probes, then the near miss: the cuts that came furthest."""
-        return [*_format_attempts(self.attempts), *_format_probes(self.probes), *_format_cuts(self.cuts)]
+        raised = [f"{'because of' if i else 'refused at'} {place}" for i, place in enumerate(self.raised_at)]
+        return [*_format_attempts(self.attempts), *_format_probes(self.probes), *raised, *_format_cuts(self.cuts)]
+
+
+def locate_raises(error: BaseException | None) -> tuple[str, ...]:
+    """Return where an error and its causes were raised: see `ProofTrace.raised_at`."""
+    places: list[str] = []
+    while error is not None:
+        if frames := traceback.extract_tb(error.__traceback__):
+            path = Path(frames[-1].filename)
+            path = path.relative_to(_ROOT) if path.is_relative_to(_ROOT) else path
+            places.append(f"{path.as_posix()}:{frames[-1].lineno} in {frames[-1].name}")
+        error = error.__cause__
+    return tuple(dict.fromkeys(places))
 
 
 def _format_attempts(attempts: Sequence[AttemptRun]) -> list[str]:
@@ -170,4 +189,4 @@ def _format_node(attempt: CutAttempt | IndexAttempt) -> str:
     return attempt.node + (f" ({attempt.source})" if attempt.source else "")
 
 
-__all__ = ["AttemptRun", "CutAttempt", "IndexAttempt", "LiftStep", "ProbeRun", "ProofTrace"]
+__all__ = ["AttemptRun", "CutAttempt", "IndexAttempt", "LiftStep", "ProbeRun", "ProofTrace", "locate_raises"]

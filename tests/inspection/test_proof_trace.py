@@ -99,6 +99,14 @@ def test_a_refused_capture_names_its_near_miss(explanation):
     assert len(Neighbour().experts) == E
 
 
+def test_a_refusal_tells_a_maintainer_where_it_was_raised(explanation):
+    by_name = {refused.name: refused.trace.raised_at for refused in explanation.refused}
+    assert [place.split(" in ")[1] for place in by_name["1"]] == ["_find_index"]
+    assert by_name["1"][0].startswith("moefx/matching/lift/cut_lifter.py:")
+    assert by_name["2"][0].startswith("moefx/matching/interventions/forced_outcome.py:") and len(by_name["2"]) == 2
+    assert f"refused at {by_name['2'][0]}" in str(explanation) and f"because of {by_name['2'][1]}" in str(explanation)
+
+
 def test_the_trace_is_printed_on_request():
     compiled = moefx.compile(nn.Sequential(Loop(Mlp)), example_inputs=(torch.randn(20, D),))
     quiet, full = moefx.explain(compiled), moefx.explain(compiled, trace=True)

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
-from torch.fx.node import map_arg
 
 from ...capture.arguments.block_arguments import Arguments, ExtraValue
 from ...capture.environment.code_locations import suppress_program_errors
@@ -28,7 +27,8 @@ from ...capture.tracing.capture_result import Capture
 from ...capture.tracing.concrete_routing import Routing, can_hold
 from ...errors import MoefxError
 from ...ir.node_values import get_op_name
-from ..facts.graph_nodes import depends_on_call, find_lookups, is_state
+from ..facts.graph_nodes import find_lookups, is_state
+from ..facts.integer_paths import evaluate_path, find_integer_ancestors, find_path
 from ..facts.integer_ranges import NARROW
 from .integer_inputs import BUFFER_SEEDS, Observation, are_equal, find_operands, observe_integers
 
@@ -148,41 +148,6 @@ def _find_boundary_value(captured: Capture, observation: Observation, arguments:
                 if _changes_outcome(captured, observation, path, {leaf: torch.where(is_replaced, number, leaf_values)}):
                     return key, number
     return None
-
-
-def find_integer_ancestors(node: fx.Node) -> set[fx.Node]:
-    """Return a node and its ancestors that depend on integers of the call."""
-    ancestors, stack = {node}, [node]
-    while stack:
-        for a in stack.pop().all_input_nodes:
-            if a not in ancestors and depends_on_call(a):
-                ancestors.add(a)
-                stack.append(a)
-    return ancestors
-
-
-def find_path(leaf: fx.Node, among: set[fx.Node]) -> list[fx.Node]:
-    """Return the nodes of `among` that depend on `leaf`, in program order, `leaf` first."""
-    dependents, stack = {leaf}, [leaf]
-    while stack:
-        new_users = [user for user in stack.pop().users if user in among and user not in dependents]
-        dependents.update(new_users)
-        stack += new_users
-    return sorted(dependents, key=lambda n: n.meta["index"])
-
-
-def evaluate_path(
-    captured: Capture, path: list[fx.Node], values: dict[fx.Node, torch.Tensor]
-) -> dict[fx.Node, torch.Tensor]:
-    """Compute the values of the nodes of a path, given another value of its first node in `values`."""
-    for n in path:
-        if n.op == "call_function":
-            args, kwargs = map_arg(
-                (n.args, {k: v for k, v in n.kwargs.items() if k != "device"}),
-                lambda a: values[a] if a in values else captured.concrete_value(a),
-            )
-            values[n] = n.target(*args, **kwargs)  # type: ignore[operator]
-    return values
 
 
 def _changes_outcome(

@@ -24,10 +24,11 @@ from ...capture.tracing.concrete_routing import Routing, can_hold
 from ...errors import Refused
 from ...ir.node_values import get_op_name
 from ..facts.graph_nodes import depends_on_call
+from ..facts.integer_paths import evaluate_path, find_integer_ancestors, find_path
 from ..facts.integer_ranges import IntegerRanges
 from ..facts.range_arithmetic import UNBOUNDED
 from ..terms.parameter_slices import ParameterSlice, Siblings, get_tensor, guess_experts
-from .boundary_values import can_run, evaluate_path, find_integer_ancestors, find_path
+from .boundary_values import can_run
 
 if TYPE_CHECKING:
     from ..proof.proof_view import ProofView

@@ -27,7 +27,7 @@ from ...capture.environment.code_locations import suppress_program_errors
 from ...capture.tracing.capture_result import Capture
 from ...capture.tracing.concrete_routing import Routing
 from ...errors import Refused
-from .boundary_values import evaluate_path, find_integer_ancestors, find_path
+from ..facts.integer_paths import evaluate_path, find_integer_ancestors, find_path
 from .integer_inputs import find_doubtful_nodes
 
 if TYPE_CHECKING:

@@ -5,6 +5,7 @@ in a normal form. It simplifies a term when it makes it, and answers two questio
 
     term.py               the expression `Term`, its ops, and how it prints
     normal_form.py        `Terms`: the table of all terms, and a constructor for each op
+    constant_folding.py   pointwise ops on known numbers
     einsum_terms.py       the constructor of contractions, the longest one
     element_selection.py  which term is element i of an axis? `Terms.pick` remembers the answers
     sum_expansion.py      which summands has a sum over experts? `Terms.resolve` remembers the answers

@@ -1,0 +1,48 @@
+"""Follow integers of a call through the ops that depend on them, and compute these again with other integers."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from ...capture.tracing.capture_result import Capture
+from .graph_nodes import depends_on_call
+
+
+def find_integer_ancestors(node: fx.Node) -> set[fx.Node]:
+    """Return a node and its ancestors that depend on integers of the call."""
+    ancestors, stack = {node}, [node]
+    while stack:
+        for a in stack.pop().all_input_nodes:
+            if a not in ancestors and depends_on_call(a):
+                ancestors.add(a)
+                stack.append(a)
+    return ancestors
+
+
+def find_path(leaf: fx.Node, among: set[fx.Node]) -> list[fx.Node]:
+    """Return the nodes of `among` that depend on `leaf`, in program order, `leaf` first."""
+    dependents, stack = {leaf}, [leaf]
+    while stack:
+        new_users = [user for user in stack.pop().users if user in among and user not in dependents]
+        dependents.update(new_users)
+        stack += new_users
+    return sorted(dependents, key=lambda n: n.meta["index"])
+
+
+def evaluate_path(
+    captured: Capture, path: list[fx.Node], values: dict[fx.Node, torch.Tensor]
+) -> dict[fx.Node, torch.Tensor]:
+    """Compute the values of the nodes of a path, given another value of its first node in `values`."""
+    for n in path:
+        if n.op == "call_function":
+            args, kwargs = map_arg(
+                (n.args, {k: v for k, v in n.kwargs.items() if k != "device"}),
+                lambda a: values[a] if a in values else captured.concrete_value(a),
+            )
+            values[n] = n.target(*args, **kwargs)  # type: ignore[operator]
+    return values
+
+
+__all__ = ["evaluate_path", "find_integer_ancestors", "find_path"]
