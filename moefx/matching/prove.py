@@ -23,9 +23,9 @@ from .results.match_result import Match, ProvenGroup
 from .terms.parameter_slices import ParameterSlice
 from .unsupported_effects import refuse_effects
 
-_MAX_EXTRA = 8  # captures to complete the evidence
+_MAX_EXTRA_CAPTURES = 8  # captures to complete the evidence
 _COMPLETING_SEED = 30  # the first of their seeds
-_MIN_COMPLETE = 3  # captures in which all groups of experts ran
+_MIN_COMPLETE_CAPTURES = 3  # captures in which all groups of experts ran
 
 
 def prove(proof: ProofState) -> Match:
@@ -164,7 +164,7 @@ def complete_evidence(proof: ProofState) -> list[int]:
     Raises:
         Refused: too few routings use all groups, or those that do have the same sizes.
     """
-    for seed in range(_COMPLETING_SEED, _COMPLETING_SEED + _MAX_EXTRA):
+    for seed in range(_COMPLETING_SEED, _COMPLETING_SEED + _MAX_EXTRA_CAPTURES):
         if _is_enough(proof, complete := _find_readable_captures(proof)):
             return complete
         sizes = proof.size_choice.choose(max(21, proof.max_experts // 4), seed)
@@ -174,10 +174,10 @@ def complete_evidence(proof: ProofState) -> list[int]:
         return complete
     captures, kinds = len(proof.evidence.forms), len(proof.evidence.reference.groups)
     source = str(proof.evidence.reference.cut.meta["source"])
-    if len(complete) < _MIN_COMPLETE:
+    if len(complete) < _MIN_COMPLETE_CAPTURES:
         raise Refused(
             f"{len(complete)} of {captures} captures use all {kinds} kinds of experts at once, and a proof needs "
-            f"{_MIN_COMPLETE}",
+            f"{_MIN_COMPLETE_CAPTURES}",
             source=source,
             remedy="let a call select experts of all kinds",
         )
@@ -203,7 +203,7 @@ def _find_readable_captures(proof: ProofState) -> list[int]:
 
 
 def _is_enough(proof: ProofState, complete: list[int]) -> bool:
-    return len(complete) >= _MIN_COMPLETE and _do_sizes_vary(proof, complete)
+    return len(complete) >= _MIN_COMPLETE_CAPTURES and _do_sizes_vary(proof, complete)
 
 
 def _do_sizes_vary(proof: ProofState, captures: list[int]) -> bool:

@@ -51,18 +51,18 @@ def test_captures_are_added_until_three_are_complete():
 
 
 def test_the_last_capture_counts():
-    complete = [False] * (prove._MAX_EXTRA - 3) + [True] * 3
-    proof = Proof(complete, range(20, 20 + prove._MAX_EXTRA))
-    assert len(complete_evidence(proof)) == 3 and proof.num_made == prove._MAX_EXTRA
+    complete = [False] * (prove._MAX_EXTRA_CAPTURES - 3) + [True] * 3
+    proof = Proof(complete, range(20, 20 + prove._MAX_EXTRA_CAPTURES))
+    assert len(complete_evidence(proof)) == 3 and proof.num_made == prove._MAX_EXTRA_CAPTURES
 
 
 def test_too_few_complete_captures_are_counted():
-    proof = Proof([True] * 2 + [False] * (prove._MAX_EXTRA - 2), range(20, 20 + prove._MAX_EXTRA))
+    proof = Proof([True] * 2 + [False] * (prove._MAX_EXTRA_CAPTURES - 2), range(20, 20 + prove._MAX_EXTRA_CAPTURES))
     with pytest.raises(Refused, match=r"2 of 11 captures use all 2 kinds of experts at once, .* 3 \(m.py:3\)"):
         complete_evidence(proof)
 
 
 def test_complete_captures_of_the_same_sizes_are_no_evidence():
-    proof = Proof([True] * prove._MAX_EXTRA, [21] * prove._MAX_EXTRA)
+    proof = Proof([True] * prove._MAX_EXTRA_CAPTURES, [21] * prove._MAX_EXTRA_CAPTURES)
     with pytest.raises(Refused, match=r"the 8 of 11 captures .* do not differ enough in their sizes \(S=21\)"):
         complete_evidence(proof)

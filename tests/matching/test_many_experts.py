@@ -103,27 +103,27 @@ def test_a_different_expert_among_many_is_seen(change, count):
 def test_a_value_that_each_iteration_recomputes_is_visited_once(monkeypatch):
     """Visit the axis that `weights[t, k, None]` inserts once, not once per expert."""
     most = 0
-    rows = ValueLookup.rows
+    rows = ValueLookup.list_rows
 
     def counted(self, shape):
         nonlocal most
         most = max(most, len(self.candidates))
         return rows(self, shape)
 
-    monkeypatch.setattr(ValueLookup, "rows", counted)
+    monkeypatch.setattr(ValueLookup, "list_rows", counted)
     rewritten(Loop(Mlp, num_experts=24))
     assert 0 < most < 24
 
 
 def test_rows_of_a_shape_that_no_expert_computes_with_are_not_followed(monkeypatch):
     """Ignore the scores of groups of experts: following each row of these long sums takes time."""
-    asked, rows = set(), ValueLookup.rows
+    asked, rows = set(), ValueLookup.list_rows
 
     def noted(self, shape):
         asked.add(shape)
         return rows(self, shape)
 
-    monkeypatch.setattr(ValueLookup, "rows", noted)
+    monkeypatch.setattr(ValueLookup, "list_rows", noted)
     rewritten(Loop(Mlp, num_experts=24))
     assert (D,) in asked
     assert (24,) not in asked  # rows of scores

@@ -163,8 +163,9 @@ def follows_from_state(node: fx.Node) -> bool:
     return fold_ancestors(node, "from_state", is_computed)
 
 
-# ---- what an integer depends on. They differ in the values that count as sources, and in the ops that end a search.
-# `token_functions.follows_from_choices` is another one: it asks for float inputs of the ops that choose.
+# ---- dependences of integers. Each function counts other values as sources, and ends its search at other ops.
+# `token_functions.follows_from_choices` is one more: its sources are abstract floats and arguments, but no float that a
+# capture computes from integers.
 def depends_on_routing(node: Any) -> bool:
     """Return whether an integer depends on floats or arguments, so that another routing may change it.
 
@@ -185,13 +186,13 @@ def depends_on_floats(node: fx.Node) -> bool:
 def depends_on_call(node: fx.Node) -> bool:
     """Return whether a value depends on integers that may differ in the next call: arguments or buffers.
 
-    Integers that were chosen by abstract floats do not count.
+    A dependence by way of abstract floats does not count.
     """
     return _fold_dependence(node, "from_call", lambda n: n.op == "placeholder" or is_state(n), is_abstract)
 
 
 def depends_on_arguments(node: fx.Node) -> bool:
-    """Return whether a value depends on integers that are arguments, not by way of abstract floats."""
+    """Return whether a value depends on integers that are arguments, but not by way of abstract floats."""
     return _fold_dependence(node, "from_arguments", lambda n: n.op == "placeholder", is_abstract)
 
 

@@ -34,11 +34,11 @@ class Skeletons:
     """Numbers the skeletons of terms: the ops, without the rows, weights and parameters they apply to.
 
     Args:
-        rows: gives the rows of a shape of nodes outside the routed region.
+        list_rows: gives the rows of a shape of nodes outside the routed region.
     """
 
-    def __init__(self, rows: Callable[[tuple[int, ...]], Collection[Term]]):
-        self.rows = rows
+    def __init__(self, list_rows: Callable[[tuple[int, ...]], Collection[Term]]):
+        self.list_rows = list_rows
         self._numbers: dict[Term, int] = {}
         self._by_skeleton: dict[Any, int] = {}
 
@@ -46,7 +46,7 @@ class Skeletons:
         """Return a number that terms with equal skeletons share."""
         number = self._numbers.get(t)
         if number is None:
-            if t in self.rows(t.shape):
+            if t in self.list_rows(t.shape):
                 skeleton: Any = ("row", t.shape)
             elif is_state_slice(t) and (is_parameter_slice(t) or math.prod(t.shape) > 1):
                 skeleton = ("parameter", t.shape)

@@ -37,7 +37,7 @@ def find_cuts(uses: ParameterUses, experts: set[str]) -> tuple[set[fx.Node], lis
     Returns:
         The nodes that are computed from expert parameters, and those among them that every routed path runs through.
     """
-    live = uses.live_nodes()
+    live = uses.find_live_nodes()
     expert_nodes: set[fx.Node] = set()
     for n in uses.capture.nodes:
         if (n.op == "get_attr" and n.meta["fqn"] in experts) or any(a in expert_nodes for a in n.all_input_nodes):
@@ -61,14 +61,14 @@ def find_call_internals(capture: Capture, expert_nodes: set[fx.Node]) -> set[fx.
     A rewrite that used one would split the call, and the submodule's hooks would not run.
     """
     expert_indices = sorted(n.meta["index"] for n in expert_nodes if n.op != "get_attr")
-    inside: set[fx.Node] = set()
+    call_internals: set[fx.Node] = set()
     for call in capture.calls:
         first = bisect.bisect_left(expert_indices, call.start)
         if first < len(expert_indices) and expert_indices[first] < call.stop:
             continue
         results = {n for n in pytree.tree_leaves(call.out) if isinstance(n, fx.Node)}
-        inside |= {n for n in capture.nodes[call.start : call.stop] if n not in results}
-    return inside
+        call_internals |= {n for n in capture.nodes[call.start : call.stop] if n not in results}
+    return call_internals
 
 
 def find_cut_inputs(

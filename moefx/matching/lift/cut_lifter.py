@@ -42,7 +42,7 @@ _Summand = tuple[int, int, Term]  # token, slot, term
 
 @dataclasses.dataclass(frozen=True)
 class _Residual:
-    """What the rows of a cut add to the sums of their experts.
+    """The summands in the rows of a cut that are not those of experts with parameters.
 
     Attributes:
         shared, unrouted_value: those of the canonical form.
@@ -87,7 +87,7 @@ class CutLifter:
         cut: the node that is taken as the routed sum.
         owners: tells which expert a summand belongs to, for one set of expert parameters.
         expert_nodes: the nodes that depend on expert parameters.
-        inside: see `find_call_internals`.
+        call_internals: see `find_call_internals`.
         hint: the form of another capture of the block; its nodes are tried first.
         attempt: records the progress.
     """
@@ -95,7 +95,7 @@ class CutLifter:
     cut: fx.Node
     owners: ExpertOwners
     expert_nodes: set[fx.Node]
-    inside: set[fx.Node]
+    call_internals: set[fx.Node]
     hint: CanonicalForm | None
     options: LiftOptions
     attempt: CutAttempt
@@ -153,7 +153,7 @@ class CutLifter:
         """Split each row of the cut into the summands with expert parameters, and the rest."""
         expert_summands, residual, experts = [], [], self.owners.experts
         self.uses.expand_sums(self.cut, experts)
-        for t, row in enumerate(self.uses.rows(self.cut)):
+        for t, row in enumerate(self.uses.list_rows(self.cut)):
             parts = self.owners.split_summands(row)
             if any(is_const(p, "nan") for p in parts):  # type: ignore[arg-type]
                 raise Refused(
@@ -161,7 +161,7 @@ class CutLifter:
                     source=str(self.cut.meta["source"]),
                     remedy="start from torch.zeros_like(x) instead of torch.empty_like(x)",
                 )
-            of_experts = {p for p in parts if any(get_fqn(x) in experts for x in self.uses.leaves(p))}
+            of_experts = {p for p in parts if any(get_fqn(x) in experts for x in self.uses.find_slices(p))}
             expert_summands.append([p for p in parts if p in of_experts])
             residual.append([p for p in parts if p not in of_experts])
         if self.uses.terms.overwrites and has_overwrite(expert_summands):
@@ -178,9 +178,10 @@ class CutLifter:
         inputs, end = collect_ancestors(self.cut), self.cut.meta["index"]
         before = (n for n in self.capture.nodes if n not in self.expert_nodes and n.meta["index"] < end)
         nodes = sorted(before, key=lambda n: n not in inputs)
-        index = find_expert_index(self.owners, self.tokens, expert_summands, nodes, self.inside, self.hint)
+        index = find_expert_index(self.owners, self.tokens, expert_summands, nodes, self.call_internals, self.hint)
         if index is None:
-            self.attempt.add_indices(find_near_misses(self.owners, self.tokens, expert_summands, nodes, self.inside))
+            misses = find_near_misses(self.owners, self.tokens, expert_summands, nodes, self.call_internals)
+            self.attempt.add_indices(misses)
             raise UnexplainedIndex(self.uses, self.owners, self.expert_nodes, self.cut, expert_summands).explain()
         return index
 
@@ -196,7 +197,7 @@ class CutLifter:
             sequences=count_sequences(self.capture, self.tokens),
         )
         return ValueLookup.rank(
-            self.uses.semantics, nodes, axes, inside=self.inside, hint=self.hint, options=self.options
+            self.uses.semantics, nodes, axes, call_internals=self.call_internals, hint=self.hint, options=self.options
         )
 
     def _split_residual(
@@ -221,7 +222,7 @@ class CutLifter:
             if t not in repeated:
                 assign_identity_slots(t, parts, ids[t], by_slot[t], lookup)
         kept, by_skeleton = torch.zeros(index.ids.shape, dtype=torch.bool), defaultdict[int, list[_Summand]](list)
-        skeletons = Skeletons(lookup.rows)
+        skeletons = Skeletons(lookup.list_rows)
         for t, parts in enumerate(by_slot):
             for k, part in parts:
                 kept[t, k] = True

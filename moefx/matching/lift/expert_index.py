@@ -52,7 +52,7 @@ def find_expert_index(
     tokens: tuple[int, ...],
     summands: list[list[Term]],
     nodes: list[fx.Node],
-    inside: set[fx.Node],
+    call_internals: set[fx.Node],
     hint: CanonicalForm | None,
 ) -> ExpertIndex | None:
     """Find the expert index that explains the summands of every token, or return None.
@@ -62,14 +62,14 @@ def find_expert_index(
     Args:
         summands: the summands with expert parameters, by token.
         nodes: nodes to search, the likeliest first.
-        inside: nodes that a submodule keeps to itself; they are tried last.
+        call_internals: nodes that a submodule keeps to itself; they are tried last.
         hint: the form of another capture of the block.
     """
     search = _IndexSearch(owners, tokens, summands, nodes)
     hinted_index = search.find_as_in(hint) if hint is not None else None
     if hinted_index is not None:
         return hinted_index
-    candidates = search.list_candidates(inside)
+    candidates = search.list_candidates(call_internals)
     return search.find_node(candidates) or search.find_columns(candidates) or search.find_mask()
 
 
@@ -78,11 +78,11 @@ def find_near_misses(
     tokens: tuple[int, ...],
     summands: list[list[Term]],
     nodes: list[fx.Node],
-    inside: set[fx.Node],
+    call_internals: set[fx.Node],
 ) -> tuple[IndexAttempt, ...]:
     """Report how far the candidates for the expert index came if `find_expert_index` found none, the closest first."""
     search = _IndexSearch(owners, tokens, summands, nodes)
-    attempts = [search.explain_miss(*candidate) for candidate in search.list_candidates(inside)[:_MAX_ATTEMPTS]]
+    attempts = [search.explain_miss(*candidate) for candidate in search.list_candidates(call_internals)[:_MAX_ATTEMPTS]]
     return tuple(sorted(attempts, key=lambda attempt: -attempt.explained))
 
 
@@ -112,7 +112,7 @@ class _IndexSearch:
             if isinstance(val, torch.Tensor) and not isinstance(val, FakeTensor):
                 yield n, val
 
-    def list_candidates(self, inside: set[fx.Node]) -> list[tuple[NodeRef, torch.Tensor]]:
+    def list_candidates(self, call_internals: set[fx.Node]) -> list[tuple[NodeRef, torch.Tensor]]:
         """List views of integer nodes as [T, K], the likeliest first. A boolean selects one of two experts."""
         candidates = []
         for position, (n, val) in enumerate(self._list_integers()):
@@ -120,7 +120,7 @@ class _IndexSearch:
                 is_boolean = val.dtype is torch.bool
                 for axes, flat in enumerate_slot_views(val, self.tokens, self.sequences):
                     if flat.shape[1] <= (1 if is_boolean else _MAX_SLOTS):
-                        order = ("s" in axes, is_boolean, flat.shape[1] != self.widest, n in inside, position)
+                        order = ("s" in axes, is_boolean, flat.shape[1] != self.widest, n in call_internals, position)
                         candidates.append((order, NodeRef(n, axes), flat))
         return [(ref, flat) for _, ref, flat in sorted(candidates, key=lambda c: c[0])]
 

@@ -46,11 +46,11 @@ class ExpertOwners:
         if t.op == "pointwise":
             name, kwargs, *items = t.args
             if name in ("add", "sub") and all(i.shape == t.shape for i in items):
-                left, right = map(self.experts_of, items)
+                left, right = map(self.find_experts, items)
                 if (len(left) == 1 and left == right) or not self.find_key(t):
                     return [t]
                 return [p for part in self.split_operands(t) for p in self.split_summands(part)]
-            if name in ("mul", "div", "cast", "detach") and len(self.experts_of(t)) > 1:
+            if name in ("mul", "div", "cast", "detach") and len(self.find_experts(t)) > 1:
                 wide = [k for k, a in enumerate(items) if math.prod(a.shape) > 1]
                 wide = wide or [k for k, a in enumerate(items) if self.find_key(a)]
                 if len(wide) == 1 and not (name == "div" and wide[0] == 1):
@@ -70,7 +70,7 @@ class ExpertOwners:
             return [a, b if t.args[0] == "add" else self.uses.terms.pointwise("mul", b, self.uses.terms.const(-1))]
         return [] if is_const(t, 0) else [t]
 
-    def experts_of(self, t: Term) -> frozenset[int]:
+    def find_experts(self, t: Term) -> frozenset[int]:
         """Return the numbers of the experts whose parameters a term uses."""
         numbers = self._owners.get(t)
         if numbers is None:
@@ -79,7 +79,7 @@ class ExpertOwners:
 
     def find_key(self, t: Term) -> OwnerKey:
         """Return the expert parameter slices that a term uses."""
-        slices = {self._read_slice(x) for x in self.uses.leaves(t) if get_fqn(x) in self.experts}
+        slices = {self._read_slice(x) for x in self.uses.find_slices(t) if get_fqn(x) in self.experts}
         return tuple(part for _, part in sorted(slices, key=lambda named: named[0]))
 
     def _read_slice(self, leaf: Term) -> tuple[str, ParameterSlice]:

@@ -35,7 +35,7 @@ def propose_expert_parameters(uses: ParameterUses) -> Iterator[list[set[str]]]:
     at the last node before an op that mixes tokens. Later proposals are seen further back and share no parameter with
     earlier ones: channels of an image use parts of a norm's weight, which must not hide the experts.
     """
-    live = uses.live_nodes()
+    live = uses.find_live_nodes()
     inner = [n for n in reversed(uses.capture.nodes) if n in live and n not in uses.outputs and n.op == "call_function"]
     num_tried, earlier_experts = 0, set()
     for out in [*uses.outputs, *inner]:
@@ -52,7 +52,7 @@ def propose_expert_parameters(uses: ParameterUses) -> Iterator[list[set[str]]]:
         if num_tried > _MAX_INNER_NODES:
             break
         uses.expand_sums(out)
-        used_by_row = uses.parameters_by_row(out)
+        used_by_row = uses.find_slices_by_row(out)
         if not used_by_row:
             continue
         common = frozenset.intersection(*used_by_row)
@@ -146,7 +146,7 @@ def number_by_tokens(
     """
     tokens: dict[str, set[int]] = defaultdict(set)
     uses.expand_sums(cut, experts)
-    for token, used in enumerate(uses.parameters_by_row(cut)):
+    for token, used in enumerate(uses.find_slices_by_row(cut)):
         for fqn in {get_fqn(t) for t in used} & experts:
             tokens[fqn].add(token)
     kinds: dict[frozenset[int], list[str]] = defaultdict(list)
@@ -171,7 +171,7 @@ def find_experts_used_by_all_tokens(uses: ParameterUses) -> set[str]:
         val = out.meta.get("val")
         if not isinstance(val, FakeTensor) or val.dim() < 2 or math.prod(val.shape[:-1]) > MAX_ROWS:
             continue
-        used = frozenset.intersection(*[uses.leaves(r) for r in uses.rows(out)])
+        used = frozenset.intersection(*[uses.find_slices(r) for r in uses.list_rows(out)])
         kinds: dict[tuple, set[ParameterSlice]] = defaultdict(set)
         for part in map(ParameterSlice.from_term, used):
             if guess_experts(part, uses.children):

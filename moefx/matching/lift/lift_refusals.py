@@ -200,7 +200,7 @@ class UnexplainedIndex:
     def _explain_mixed_results(self) -> Refused | None:
         """Explain that a summand contains the results of several experts, such as their maximum."""
         for summand in (summand for summands in self.summands for summand in summands):
-            if len(experts := sorted(self.owners.experts_of(summand))) > 1:
+            if len(experts := sorted(self.owners.find_experts(summand))) > 1:
                 return Refused(
                     f"a token's results of experts {experts[0]} and {experts[1]} are combined by something else than "
                     "a sum, one expert reads the result of the other, or they share a parameter",

@@ -138,7 +138,7 @@ class Lifter:
         """Lift at the first cut that works, for these expert parameters."""
         self.experts = set(experts)
         expert_nodes, common = find_cuts(self.uses, self.experts)
-        inside = find_call_internals(self.capture, expert_nodes)
+        call_internals = find_call_internals(self.capture, expert_nodes)
         cuts = self._rank_cuts(common)[:_MAX_CUTS]
         if not cuts:
             raise explain_no_cut(self.capture, expert_nodes, self.experts)
@@ -153,7 +153,7 @@ class Lifter:
                     cut=cut,
                     owners=owners,
                     expert_nodes=expert_nodes,
-                    inside=inside,
+                    call_internals=call_internals,
                     hint=self.hint,
                     options=self.options,
                     attempt=attempt,
@@ -180,7 +180,7 @@ class Lifter:
     def _complete_refusal(self, refusal: Refused, cut: fx.Node, kind: _CutKind) -> Refused:
         """Add the line of the cut to a refusal, or name the overwritten rows that cause it."""
         is_whole = kind is not _CutKind.PART
-        if is_whole and self.uses.terms.overwrites and has_overwrite([self.uses.rows(cut)]):
+        if is_whole and self.uses.terms.overwrites and has_overwrite([self.uses.list_rows(cut)]):
             return explain_overwrite(cut)
         if refusal.source:
             return refusal

@@ -33,7 +33,7 @@ def find_padding_lines(block: nn.Module, capture: Capture, width: int) -> frozen
             padded.add(n)
         elif val.shape[-1] == width and 0 < math.prod(val.shape[:-1]) <= MAX_ROWS:
             with contextlib.suppress(Refused, TooLarge):
-                if {is_const(row) for row in uses.rows(n)} == {True, False}:
+                if {is_const(row) for row in uses.list_rows(n)} == {True, False}:
                     padded.add(n)
                     padding_lines.add(line(n))
     return frozenset(padding_lines)

@@ -64,9 +64,9 @@ class ParameterUses:
         self.children, self.nested = find_siblings(block), number_nested_modules(block)
         results = [capture.out, *[e.node for e in capture.effects if e.kind != "state"]]
         self.outputs = [n for n in pytree.tree_leaves(results) if isinstance(n, fx.Node)]
-        self._leaves: dict[Term, frozenset[Term]] = {}
+        self._slices: dict[Term, frozenset[Term]] = {}
 
-    def rows(self, node: fx.Node, lead: int | None = None) -> list[Term]:
+    def list_rows(self, node: fx.Node, lead: int | None = None) -> list[Term]:
         """Return the resolved rows of a node. Axes from `lead` on belong to the row; by default the last one does."""
         term = self.semantics.get_term(node)
         lead_sizes = term.shape[: len(term.shape) - 1 if lead is None else lead]
@@ -80,22 +80,22 @@ class ParameterUses:
             for indices in itertools.product(*map(range, lead_sizes))
         ]
 
-    def leaves(self, term: Term) -> frozenset[Term]:
+    def find_slices(self, term: Term) -> frozenset[Term]:
         """Return the parameter slices that a term uses as vectors.
 
         A scalar is a routing weight: parameters that the term uses only through it do not count.
         """
-        slices = self._leaves.get(term)
+        slices = self._slices.get(term)
         if slices is None:
-            slices = self._leaves[term] = self._find_leaves(term)
+            slices = self._slices[term] = self._find_operand_slices(term)
         return slices
 
-    def _find_leaves(self, term: Term) -> frozenset[Term]:
+    def _find_operand_slices(self, term: Term) -> frozenset[Term]:
         if is_parameter_slice(term):
             return frozenset([term])
         is_scalar = math.prod(term.shape) == 1
         operands = [t for t in term.operands if is_scalar or math.prod(t.shape) > 1 or is_parameter_slice(t)]
-        slices = frozenset[Term]().union(*map(self.leaves, operands))
+        slices = frozenset[Term]().union(*map(self.find_slices, operands))
         if not is_scalar:
             return slices
         return frozenset(part for part in slices if get_fqn(part) not in self.choice_parameters)
@@ -106,9 +106,9 @@ class ParameterUses:
         choices = [n for n in self.capture.nodes if find_float_decisions(n)]
         return {n.meta["fqn"] for n in collect_ancestors(*choices) if n.op == "get_attr"}
 
-    def parameters_by_row(self, node: fx.Node) -> list[frozenset[Term]]:
+    def find_slices_by_row(self, node: fx.Node) -> list[frozenset[Term]]:
         """Return the parameter slices that each row of a node uses."""
-        return [self.leaves(row) for row in self.rows(node)]
+        return [self.find_slices(row) for row in self.list_rows(node)]
 
     def expand_sums(self, node: fx.Node, experts: Collection[str] | None = None) -> None:
         """Write out each sum over experts in the rows of a node, here and in all terms from now on.
@@ -120,7 +120,7 @@ class ParameterUses:
             experts: FQNs of the experts' parameters, if they are known. Other products stay whole: channels of an
                 image use parts of a norm's weight, pixels the whole weight.
         """
-        axes_by_row = [{part: _find_split_axes(part) for part in parts} for parts in self.parameters_by_row(node)]
+        axes_by_row = [{part: _find_split_axes(part) for part in parts} for parts in self.find_slices_by_row(node)]
         for axes_by_part in axes_by_row:
             for part, axes in axes_by_part.items():
                 fqn = get_fqn(part)
@@ -128,9 +128,9 @@ class ParameterUses:
         whole = [param for param in _find_stacked(axes_by_row) if experts is None or param.args[0] in experts]
         if stacked := {param: axes for param in whole if (axes := self.split_axes[param.args[0]])}:
             self.terms.mark_routed(stacked)
-            self._leaves.clear()
+            self._slices.clear()
 
-    def live_nodes(self) -> set[fx.Node]:
+    def find_live_nodes(self) -> set[fx.Node]:
         """Return the nodes that outputs and effects depend on."""
         return collect_ancestors(*self.outputs)
 

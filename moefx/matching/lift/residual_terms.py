@@ -65,7 +65,7 @@ def _order_by_hint(hint: list[NodeRef], refs: list[NodeRef], lookup: ValueLookup
     """
     by_position = {ref.position: ref for ref in refs}
     if not all(ref.position in by_position for ref in hint):
-        by_position = {ref.position: ref for ref in lookup.zero_rows()} | by_position
+        by_position = {ref.position: ref for ref in lookup.find_zero_rows()} | by_position
     ordered = [by_position[ref.position] for ref in hint if ref.position in by_position]
     return ordered if len(ordered) == len(hint) and set(refs) <= set(ordered) else refs
 

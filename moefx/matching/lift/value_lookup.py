@@ -93,14 +93,14 @@ class ValueLookup:
         nodes: Iterable[fx.Node],
         axes: ValueAxes,
         *,
-        inside: Collection[fx.Node] = (),
+        call_internals: Collection[fx.Node] = (),
         hint: CanonicalForm | None = None,
         options: LiftOptions = LiftOptions(),  # noqa: B008
     ) -> ValueLookup:
         """Rank nodes as candidates.
 
         Args:
-            inside: nodes that a submodule keeps to itself; they are tried last.
+            call_internals: nodes that a submodule keeps to itself; they are tried last.
             hint: the form of another capture; its candidates are tried first, unless `align_to_last`.
         """
         groups = hint.groups if hint is not None and not options.align_to_last else ()
@@ -108,7 +108,7 @@ class ValueLookup:
             ref.position for group in groups for value in group.values for ref in (value.columns or (value,))
         }
         values = [value for group in groups for value in group.values]
-        ranked = _rank_candidates(nodes, axes, inside, hint_positions, options)
+        ranked = _rank_candidates(nodes, axes, call_internals, hint_positions, options)
         return ValueLookup(
             semantics=semantics,
             axes=axes,
@@ -151,7 +151,7 @@ class ValueLookup:
         """Remove the axes of a term with one element: `max(-1, keepdim=True)` gives weights of shape [1]."""
         return self.semantics.terms.reshape(t, ()) if math.prod(t.shape) == 1 else t
 
-    def rows(self, shape: tuple[int, ...]) -> set[Term]:
+    def list_rows(self, shape: tuple[int, ...]) -> set[Term]:
         """Return the rows of this shape of all candidates with one row per token.
 
         Rows of other shapes are left alone: those of a router, such as the scores of groups of experts, may be long
@@ -169,7 +169,7 @@ class ValueLookup:
                     out |= {r for t in range(self.axes.num_tokens) if (r := self.get_element(ref, t, 0, 0)) is not None}
         return self._rows[shape]
 
-    def zero_rows(self) -> list[NodeRef]:
+    def find_zero_rows(self) -> list[NodeRef]:
         """List the nodes with one row per token whose rows are all zero, also the repeated ones of a loop."""
 
         def is_zero(ref: NodeRef) -> bool:
@@ -315,7 +315,7 @@ class ValueLookup:
 def _rank_candidates(
     nodes: Iterable[fx.Node],
     axes: ValueAxes,
-    inside: Collection[fx.Node],
+    call_internals: Collection[fx.Node],
     hint_positions: Collection[tuple],
     options: LiftOptions,
 ) -> list[NodeRef]:
@@ -326,7 +326,7 @@ def _rank_candidates(
             if options.weights_per_slot and "e" in kinds and {"t", "s"} & set(kinds):
                 continue
             ref, index = NodeRef(n, kinds), n.meta["index"]
-            rank = (ref.position not in hint_positions, n in inside, unusual)
+            rank = (ref.position not in hint_positions, n in call_internals, unusual)
             candidates.append(_Candidate(rank, -index if options.align_to_last else index, ref))
     return [ref for _, _, ref in sorted(candidates, key=lambda candidate: candidate[:2])]
 

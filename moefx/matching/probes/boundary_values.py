@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _NOT_A_FLAG = 2  # put into integer masks of 0 and 1, which may be counts
 _MAX_NUMBER = 1 << 30
-_MAX_OF_TENSOR = 6
+_MAX_ENTRIES_OF_TENSOR = 6
 _MAX_TRIALS = 100
 
 
@@ -170,9 +170,9 @@ def _propose_numbers(captured: Capture, observation: Observation, path: list[fx.
     named = {v: None for n in path for v in pytree.tree_leaves((n.args, n.kwargs)) if type(v) in (int, float)}
     for a in {a: None for n in path for a in find_operands(n) if a not in path}:
         known = captured.concrete_value(a).flatten()
-        named |= dict.fromkeys(known.unique()[:_MAX_OF_TENSOR].tolist())
+        named |= dict.fromkeys(known.unique()[:_MAX_ENTRIES_OF_TENSOR].tolist())
         others = (known != next(iter(observation.values))).nonzero().flatten()
-        named |= dict.fromkeys(others[:_MAX_OF_TENSOR].tolist())
+        named |= dict.fromkeys(others[:_MAX_ENTRIES_OF_TENSOR].tolist())
     narrow = {n.meta["val"].dtype for n in path if n.meta.get("val") is not None} & NARROW
     named |= dict.fromkeys(torch.iinfo(dtype).max + 1 for dtype in narrow)
     numbers = [int(v) for v in [*named, 0] if abs(v) < _MAX_NUMBER]

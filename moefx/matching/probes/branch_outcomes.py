@@ -46,8 +46,8 @@ from ..interventions.open_reads import OpenRead, find_open_reads, is_about_rows,
 if TYPE_CHECKING:
     from ..proof.proof_view import ProofView
 
-_MAX_NAMED = 1e9
-_MAX_NUMBERS = 80
+_MAX_NAMED_NUMBER = 1e9
+_MAX_PROPOSED_NUMBERS = 80
 _MAX_PAIRED_READS = 5  # up to this many reads, force every pair
 
 
@@ -219,11 +219,11 @@ def _find_named_numbers(block: nn.Module) -> list[float]:
     """
     known_numbers = set(trace_closure(collect_code(block)).numbers)
     known_numbers |= {v for v in find_attributes(block).values() if type(v) in (int, float) and math.isfinite(v)}
-    named_numbers = sorted(n for n in known_numbers if abs(n) < _MAX_NAMED)
+    named_numbers = sorted(n for n in known_numbers if abs(n) < _MAX_NAMED_NUMBER)
     near = [n + d for d in (0, 1, -1) for n in named_numbers]
     between = [(a + b) / 2 for a, b in itertools.pairwise(named_numbers)]
     products = [a * b for a, b in itertools.combinations([n for n in named_numbers if abs(n) > 1], 2)]
-    return [*dict.fromkeys([*near, *between, *products])][:_MAX_NUMBERS]
+    return [*dict.fromkeys([*near, *between, *products])][:_MAX_PROPOSED_NUMBERS]
 
 
 def _is_shown(proof: ProofView, read: HostRead) -> bool:

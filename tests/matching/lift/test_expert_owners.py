@@ -22,10 +22,10 @@ def make_product(e):
 
 
 def test_the_owner_is_the_position_in_the_list():
-    assert OWNERS.experts_of(make_product(2)) == {2} and OWNERS.experts_of(
+    assert OWNERS.find_experts(make_product(2)) == {2} and OWNERS.find_experts(
         T.pointwise("add", make_product(0), make_product(2))
     ) == {0, 2}
-    assert OWNERS.experts_of(ROW) == frozenset()
+    assert OWNERS.find_experts(ROW) == frozenset()
 
 
 SUMS: dict[str, Any] = {
