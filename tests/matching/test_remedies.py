@@ -578,3 +578,43 @@ def test_following_the_remedy_rewrites_the_block(why):
         torch.manual_seed(1)
         results.append(run_and_differentiate(m, m, x))
     torch.testing.assert_close(*results)
+
+
+class Scaled(nn.Module):
+    """An expert with a scale of its own, a plain attribute or a buffer."""
+
+    def __init__(self, is_buffer):
+        super().__init__()
+        self.up, self.down = nn.Linear(D, 4), nn.Linear(4, D)
+        scale = torch.randn(4, dtype=torch.float64)
+        if is_buffer:
+            self.register_buffer("scale", scale)
+        else:
+            self.scale = scale
+
+    def forward(self, x):
+        return self.down(self.up(x).tanh() * self.scale)
+
+
+class ScaledExperts(nn.Module):
+    def __init__(self, is_buffer):
+        super().__init__()
+        self.gate = nn.Linear(D, 3, bias=False)
+        self.experts = nn.ModuleList(Scaled(is_buffer) for _ in range(3))
+
+    def forward(self, x):
+        w, ids = self.gate(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            t, k = torch.where(ids == e)
+            out = out.index_add(0, t, expert(x[t]) * w[t, k, None])
+        return out
+
+
+def test_a_plain_tensor_of_an_expert_is_refused_by_name():
+    torch.manual_seed(0)
+    x = torch.randn(12, D, dtype=torch.float64)
+    with pytest.raises(moefx.NoMoEBlockFound, match=r"attribute experts\.\d\.scale(.|\n)*register_buffer"):
+        moefx.compile(ScaledExperts(is_buffer=False).double(), example_inputs=x)
+    model = ScaledExperts(is_buffer=True).double()
+    torch.testing.assert_close(moefx.compile(model, example_inputs=x)(x), model(x))

@@ -249,6 +249,14 @@ class Unifier:
                     source=str(node.meta["source"]),
                     remedy="compute each output row of an expert from one input row",
                 )
+            if node.op == "get_attr" and node.meta["kind"] == "attribute":
+                fqn = str(node.meta["fqn"])
+                return Refused(
+                    f"an expert computes with the tensor in the attribute {fqn}, which is neither a parameter nor a "
+                    "buffer",
+                    culprits=(fqn,),
+                    remedy=f'register it: self.register_buffer("{fqn.rpartition(".")[2]}", tensor)',
+                )
             if node.op == "placeholder":
                 origin = f"the argument {name}"
             elif node.op == "get_attr" and node.meta["kind"] == "constant":
