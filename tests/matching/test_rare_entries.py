@@ -53,7 +53,6 @@ WEIGHTS = {
     "matmul": lambda w, ids: w * (F.one_hot(_encode(ids), E**3).to(w.dtype) @ _make_float_table())[:, None],
     "sum": lambda w, ids: w * (1 - (F.one_hot(_encode(ids), E**3) * _make_float_table(0.0)).sum(-1, keepdim=True)),
     "added": lambda w, ids: w + _make_float_table(0.0)[_encode(ids)][:, None],
-    "loads": _scale_rare_loads,
 }
 INDICES = {
     "table": lambda ids: _replace_last(ids, _make_last_table()[_encode(ids)]),
@@ -107,6 +106,11 @@ def _check(model, is_rewritten=True):
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_a_factor_that_is_constant_but_for_a_rare_choice(name):
     _check(Loop(weigh=WEIGHTS[name]))
+
+
+def test_a_table_indexed_by_single_loads_is_refused():
+    """Refuse numbers that an index takes out of a tensor: the graph cannot compute them."""
+    _check(Loop(weigh=_scale_rare_loads), is_rewritten=False)
 
 
 @pytest.mark.sampled(2)

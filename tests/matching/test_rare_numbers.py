@@ -164,3 +164,80 @@ MASKS = {
 def test_masks_of_many_combinations(weigh):
     """Some of a few tokens that choose the same experts are kept, for other experts than the first."""
     assert not _check(weigh).fallbacks
+
+
+def _subtract_product(w, ids):
+    product = w
+    for k in range(K):
+        product = product * (ids[:, k] == RARE[k])[:, None]
+    return w - product
+
+
+def _nest(w, ids, changed):
+    for k in range(K):
+        changed = torch.where((ids[:, k] == RARE[k])[:, None], changed, w)
+    return changed
+
+
+def _count_code(w, ids):
+    code = ids @ POWERS
+    return _drop(w, (code == CODE) & (torch.bincount(code)[code] == 9))
+
+
+def _nest_columns(w, ids):
+    slots = [_nest(w[:, k : k + 1], ids, 0.5 * w[:, k : k + 1]) for k in range(2)]
+    return torch.cat([*slots, w[:, 2:]], 1)
+
+
+TESTS = {
+    "nested": lambda w, ids: _nest(w, ids, 0.5 * w),
+    "nested columns": _nest_columns,
+    "product": _subtract_product,
+    "a code and its count": _count_code,
+    "diagonal of a scan": lambda w, ids: _scale(
+        w, torch.einsum("tkk->tk", _match_slots(ids).cumprod(-1)[:, None].expand(-1, K, -1))[:, 3]
+    ),
+    "equal counts": lambda w, ids: _drop(w, (torch.bincount(ids.flatten(), minlength=E)[ids] == 9).all(-1)),
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("weigh", TESTS.values(), ids=TESTS)
+def test_tests_that_meet_on_the_weights(weigh):
+    """Compute the tests as the program does: the graph reads the weights behind them."""
+    assert _check(weigh).fallbacks == 0
+
+
+class Unweighted(Loop):
+    """Give `weigh` the rows of tokens or of experts, not the weights."""
+
+    def __init__(self, weigh, is_input):
+        super().__init__(weigh)
+        self.is_input = is_input
+
+    def forward(self, x):
+        w, ids = self.gate(x).softmax(-1).topk(K)
+        rows = self.weigh(x, ids) if self.is_input else x
+        out = torch.zeros(len(x), K, E, dtype=x.dtype)
+        for e, expert in enumerate(self.experts):
+            t, k = torch.where(ids == e)
+            out = out.index_put((t, k), expert(rows[t]))
+        if self.is_input:
+            return (out * w[..., None]).sum(1)
+        return sum(self.weigh(out[:, k], ids) * w[:, k, None] for k in range(K))
+
+
+def test_tests_that_meet_on_the_results_are_refused():
+    model = Unweighted(TESTS["nested"], is_input=False)
+    with pytest.raises(moefx.NoMoEBlockFound, match="whether the choices of a token pass several tests at once"):
+        moefx.compile(model, example_inputs=torch.randn(24, E))
+
+
+def test_tests_that_meet_on_the_inputs():
+    torch.manual_seed(0)
+    model = Unweighted(TESTS["nested"], is_input=True).double()
+    example = torch.randn(24, E, dtype=torch.float64)
+    compiled = moefx.compile(copy.deepcopy(model), example_inputs=example)
+    rare = torch.zeros(1, E, dtype=torch.float64)
+    rare[0, RARE] = torch.tensor([4.0, 3.0, 2.0, 1.0], dtype=torch.float64)
+    torch.testing.assert_close(compiled(rare), model(rare), rtol=0, atol=1e-12)

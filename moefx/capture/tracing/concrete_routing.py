@@ -40,20 +40,22 @@ class Routing:
         prefer: experts (columns) that the first tokens choose first, because no earlier routing used them.
         keep_values: keep the values of parameters and buffers, which are varied otherwise.
         is_wild: give float parameters and buffers values of any magnitude.
+        selections: the experts (columns) that the first tokens choose, the first choice first.
     """
 
     def __init__(
         self, kind: RoutingKind = "diverse", seed: int = 0, prefer: tuple[int, ...] = (), keep_values: bool = False,
-        is_wild: bool = False,
+        is_wild: bool = False, selections: tuple[tuple[int, ...], ...] = (),
     ):  # fmt: skip
         assert kind in get_args(RoutingKind), kind
         self.kind: RoutingKind = kind
         self.seed, self.prefer, self.keep_values, self.is_wild = seed, prefer, keep_values, is_wild
+        self.selections = selections
         self.generator = torch.Generator().manual_seed(1000 + seed)
 
     def restart(self) -> Routing:
         """Return the same routing with its random generator reset."""
-        return Routing(self.kind, self.seed, self.prefer, self.keep_values, self.is_wild)
+        return Routing(self.kind, self.seed, self.prefer, self.keep_values, self.is_wild, self.selections)
 
     def __repr__(self) -> str:
         return f"Routing({self.kind!r}, seed={self.seed})"
@@ -158,6 +160,10 @@ class Routing:
                 base[row, next_experts] = 3.0 - step * torch.arange(len(next_experts), dtype=torch.float64)
                 if self.kind == "unsure":
                     base[row] = 0.01 * base[row] - (0, 8)[self.seed // n % 2]
+        for row, selection in enumerate(self.selections[:rows]):
+            if max(selection) < n:
+                base[row] = torch.rand(n, generator=self.generator, dtype=torch.float64) - 3.0
+                base[row, list(selection)] = 3.0 - 2.5 / len(selection) * torch.arange(len(selection)).double()
         return base
 
     def _choose_distances(self, n: int, ranks: int, is_again: bool) -> torch.Tensor:

@@ -9,6 +9,8 @@ A limit is a number in a comparison, the end of a slice, or the largest number t
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import math
 from collections.abc import Iterator, Sequence, Set
 from typing import Any
@@ -29,48 +31,88 @@ from .token_functions import is_token_function
 
 _COUNTING = {"_to_copy", "sum", "cumsum", "index_add", "index_put", "scatter_add"}  # ops that may make a narrow count
 _EXACT = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11}  # the dtype holds all integers up to this one
-UNKNOWN = 0  # limit of a number that is no plain count: the tokens that reach it are unknown
-OpSite = tuple[Source, str]
 
 
-def find_limits(capture: Capture, lengths: Set[tuple[Source, ...]] = frozenset()) -> dict[OpSite, int | None]:
-    """Find the limits that counts and ranks of a capture are compared with, by source line and op.
+@dataclasses.dataclass(frozen=True)
+class OpSite:
+    """An op on a source line: equal for all runs of a loop."""
+
+    source: Source
+    op: str
+
+    @staticmethod
+    def locate(node: fx.Node) -> OpSite:
+        """Return the site of a node."""
+        return OpSite(node.meta["source"], str(node.target))
+
+
+class LimitKind(enum.Enum):
+    """What a capture shows of a limit.
+
+    Attributes:
+        REACHED: a count or rank of the capture reaches it.
+        OF_COUNT: none does. The limit is a number of tokens.
+        UNKNOWN: none does, and the limited number is no plain count: the tokens that reach it are unknown.
+    """
+
+    REACHED = enum.auto()
+    OF_COUNT = enum.auto()
+    UNKNOWN = enum.auto()
+
+
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """A limit in one capture. `number` is set for `OF_COUNT` only."""
+
+    kind: LimitKind
+    number: int | None = None
+
+    @staticmethod
+    def of_count(number: int, is_reached: bool) -> Limit:
+        """Return a limit on tokens."""
+        return REACHED if is_reached else Limit(LimitKind.OF_COUNT, number)
+
+
+REACHED, UNKNOWN = Limit(LimitKind.REACHED), Limit(LimitKind.UNKNOWN)
+
+
+def find_limits(capture: Capture, lengths: Set[tuple[Source, ...]] = frozenset()) -> dict[OpSite, Limit]:
+    """Find the limits that counts and ranks of a capture are compared with, by their place.
 
     Computed once per capture.
 
     Args:
         lengths: call stacks of Python comparisons with an expert's number of rows, which count as limits, too.
-
-    Returns:
-        The limit; None if a count or rank reached it; `UNKNOWN` if the compared number is no plain count.
     """
     return capture.compute_once(("limits", frozenset(lengths)), lambda: _find_limits(capture, lengths))
 
 
-def _find_limits(capture: Capture, lengths: Set[tuple[Source, ...]]) -> dict[OpSite, int | None]:
-    limits: dict[OpSite, int | None] = {}
+def _find_limits(capture: Capture, lengths: Set[tuple[Source, ...]]) -> dict[OpSite, Limit]:
+    limits: dict[OpSite, Limit] = {}
 
-    def log_limit(site: OpSite, limit: int, is_reached: bool) -> None:
-        limits[site] = None if is_reached or limits.get(site, limit) is None else limit
+    def log_limit(site: OpSite, limit: Limit) -> None:
+        if limits.get(site) != REACHED:  # else another iteration of a loop reached it
+            limits[site] = limit
 
     for read in capture.reads:
-        op, limit = read.comparison or ("", None)
-        if read.call_stack in lengths and op in ORDERED and type(limit) is int and limit > 1:
-            log_limit((read.source, "length"), limit, bool(read.value) is (op in ("gt", "ge")))
+        op, number = read.comparison or ("", None)
+        if read.call_stack in lengths and op in ORDERED and type(number) is int and number > 1:
+            is_reached = bool(read.value) is (op in ("gt", "ge"))
+            log_limit(OpSite(read.source, "length"), Limit.of_count(number, is_reached))
     for n in capture.nodes:
         if n.op != "call_function":
             continue
-        site = (n.meta["source"], str(n.target))
+        site = OpSite.locate(n)
         if dtype_limit := _find_exact_limit(capture, n) or _find_narrow_limit(capture, n):
-            limits[site] = dtype_limit
-        elif limits.get(site, UNKNOWN) is not None:  # else another iteration of a loop reached it
-            for limit, is_reached in _find_op_limits(capture, n):
-                log_limit(site, limit, is_reached)
+            limits[site] = Limit.of_count(dtype_limit, is_reached=False)
+        elif limits.get(site) != REACHED:
+            for limit in _find_op_limits(capture, n):
+                log_limit(site, limit)
     return limits
 
 
-def _find_op_limits(capture: Capture, n: fx.Node) -> Iterator[tuple[int, bool]]:
-    """Yield the limits of a slice or a comparison, and whether a number of the capture is beyond."""
+def _find_op_limits(capture: Capture, n: fx.Node) -> Iterator[Limit]:
+    """Yield the limits of a slice or a comparison."""
     name = get_op_name(n)
     if name == "slice":
         yield from _find_ends(capture, n)
@@ -83,27 +125,24 @@ def _find_op_limits(capture: Capture, n: fx.Node) -> Iterator[tuple[int, bool]]:
         if is_routed and not depends_on_arguments(number) and is_token_function(capture, number):
             continue  # nor do they reach one of a token's choices
         if is_routed and not _is_count(ranges, number, limit):
-            yield UNKNOWN, has_both
+            yield REACHED if has_both else UNKNOWN
         elif 2 <= limit < UNBOUNDED and not (is_routed and _is_below(ranges, number, limit)):
-            yield limit, is_reached or (is_routed and _is_highest(capture, ranges, number, limit))
+            yield Limit.of_count(limit, is_reached or (is_routed and _is_highest(capture, ranges, number, limit)))
 
 
-def find_unreached(limits_by_capture: Sequence[dict[OpSite, int | None]]) -> dict[OpSite, set[int]]:
-    """Return the limits that no capture reached, by op and source line."""
-    return {site: seen for site, seen in group_by_site(limits_by_capture).items() if None not in seen}  # type: ignore[misc]
+def find_unreached(limits_by_capture: Sequence[dict[OpSite, Limit]]) -> dict[OpSite, set[Limit]]:
+    """Return the limits that no capture reached, by their place."""
+    return {site: seen for site, seen in group_by_site(limits_by_capture).items() if REACHED not in seen}
 
 
-def group_by_site(limits_by_capture: Sequence[dict[OpSite, int | None]]) -> dict[OpSite, set[int | None]]:
-    """Return what several captures found at each op, see `find_limits`."""
+def group_by_site(limits_by_capture: Sequence[dict[OpSite, Limit]]) -> dict[OpSite, set[Limit]]:
+    """Return what several captures found at each place, see `find_limits`."""
     sites = dict.fromkeys(site for limits in limits_by_capture for site in limits)
     return {site: {limits[site] for limits in limits_by_capture if site in limits} for site in sites}
 
 
-def _find_ends(capture: Capture, n: fx.Node) -> Iterator[tuple[int, bool]]:
-    """Yield the bounds of a slice of an expert's rows, or of tokens, and whether there are more rows than the bound.
-
-    A negative bound is yielded as a positive number.
-    """
+def _find_ends(capture: Capture, n: fx.Node) -> Iterator[Limit]:
+    """Yield the bounds of a slice of an expert's rows, or of tokens. A negative bound counts as a positive one."""
     source, dim, start, end = (*n.args, *(0, None, None)[len(n.args) - 1 :])[:4]
     val: Any = source.meta.get("val")  # type: ignore[union-attr]
     if not isinstance(val, torch.Tensor) or not val.dim():
@@ -113,7 +152,7 @@ def _find_ends(capture: Capture, n: fx.Node) -> Iterator[tuple[int, bool]]:
         return
     for bound in (abs(at) for at in (start, end) if isinstance(at, int)):
         if 0 < bound < UNBOUNDED and (ragged or bound != rows):
-            yield bound, rows > bound
+            yield Limit.of_count(bound, rows > bound)
 
 
 def _find_compared(capture: Capture, n: fx.Node, name: str) -> Iterator[tuple[fx.Node, int, bool, bool]]:
@@ -259,4 +298,4 @@ def _is_truth(ranges: IntegerRanges, a: Any) -> bool:
     return a in (0, 1) if not isinstance(a, fx.Node) else _is_bounded(ranges, a, 2)
 
 
-__all__ = ["UNKNOWN", "OpSite", "find_limits", "find_unreached", "group_by_site", "is_made_of_rows"]
+__all__ = ["REACHED", "UNKNOWN", "Limit", "OpSite", "find_limits", "find_unreached", "group_by_site", "is_made_of_rows"]

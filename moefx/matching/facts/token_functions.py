@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx
 
 from ...capture.tracing.capture_result import Capture
@@ -20,10 +21,20 @@ from ...capture.tracing.node_origins import is_abstract
 from ...capture.tracing.op_sets import CONTRACTIONS, SHAPE_ONLY
 from ...ir.ancestors import fold_ancestors
 from ...ir.node_values import get_argument, get_op_name
-from .graph_nodes import is_random
+from ...util.tensor_trees import is_float
+from .graph_nodes import is_random, is_state
 from .integer_ranges import MAX_OTHER_SIZE
-from .op_classes import CONTRACTIONS_OF_ROWS, ELEMENT_MOVES, INDEXED_WRITES, INTEGER_FUNCTIONS, LOOKUPS, SEARCHES
+from .op_classes import (
+    CONTRACTIONS_OF_ROWS,
+    ELEMENT_MOVES,
+    INDEXED_WRITES,
+    INTEGER_FUNCTIONS,
+    LOOKUPS,
+    NEW_TENSORS,
+    SEARCHES,
+)
 
+_MAX_HASHED = 64  # elements of a constant that are compared
 _FindAxes = Callable[[fx.Node], set[int]]
 _BY_ELEMENT = {
     *ELEMENT_MOVES, *SEARCHES, *(INTEGER_FUNCTIONS - {"all", "any"}), "flatten", "getitem", "masked_fill", "reshape",
@@ -86,6 +97,22 @@ def follows_from_choices(node: fx.Node) -> bool:
         return [] if is_abstract(n) or n.target in SHAPE_ONLY else n.all_input_nodes
 
     return fold_ancestors(node, "of_choices", combine, inputs_of)
+
+
+def hash_without_sizes(node: fx.Node) -> int:
+    """Hash how a node is computed from the routing and from constants: equal in captures of other sizes."""
+
+    def combine(n: fx.Node, hashes: list[int]) -> int:
+        if n.op == "get_attr":
+            val = n.meta["val"]
+            is_constant = not is_state(n) and not n.meta["of_sizes"] and val.numel() <= _MAX_HASHED
+            return hash(repr(val.tolist()) if is_constant and not is_float(val) else n.meta["fqn"])
+        has_shape = not n.all_input_nodes or get_op_name(n) in (ELEMENT_MOVES | NEW_TENSORS) - {"select", "slice"}
+        numbers = () if has_shape else pytree.tree_leaves((n.args, n.kwargs))
+        known = [a for a in numbers if type(a) in (int, float, bool) and a not in n.meta["of_sizes"]]
+        return hash(repr((str(n.target), known, hashes)))  # Python hashes -1 and -2 alike
+
+    return fold_ancestors(node, "without_sizes", combine, lambda n: [] if is_abstract(n) else n.all_input_nodes)
 
 
 def _writes_in_tokens(n: fx.Node, find_token_axes: _FindAxes) -> bool:

@@ -30,12 +30,13 @@ from .expert_index import ExpertIndex, find_expert_index, find_near_misses
 from .expert_owners import ExpertOwners
 from .lift_options import LiftOptions
 from .lift_refusals import NothingRouted, UnexplainedIndex, explain_overwrite
+from .masked_nodes import NodesBehindMasks
 from .parameter_uses import ParameterUses
 from .repeated_choices import ChoiceSums, RepeatedChoiceRefused, find_repeated
 from .residual_terms import assign_identity_slots, find_shared, find_unrouted_value
 from .same_form import ONE_FUNCTION
-from .value_axes import ValueAxes
-from .value_lookup import SlotEffects, ValueLookup
+from .value_axes import SlotEffects, ValueAxes
+from .value_lookup import ValueLookup
 
 _Summand = tuple[int, int, Term]  # token, slot, term
 
@@ -196,8 +197,15 @@ class CutLifter:
             experts=highest + 1,
             sequences=count_sequences(self.capture, self.tokens),
         )
+        behind = NodesBehindMasks(collect_ancestors(self.cut), self.expert_nodes)
         return ValueLookup.rank(
-            self.uses.semantics, nodes, axes, call_internals=self.call_internals, hint=self.hint, options=self.options
+            self.uses.semantics,
+            nodes,
+            axes,
+            call_internals=self.call_internals,
+            hint=self.hint,
+            options=self.options,
+            find_behind=behind.find,
         )
 
     def _split_residual(

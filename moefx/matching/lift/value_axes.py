@@ -1,4 +1,4 @@
-"""The axes by which a node may hold values of tokens, slots and experts, by the node's shape."""
+"""The axes by which a node may hold values of the experts, and what the slots of a token add to it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 
-from .canonical_form import Axis
+from .canonical_form import Axis, SlotPosition
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,4 +66,20 @@ class ValueAxes:
         return out
 
 
-__all__ = ["ValueAxes"]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlotEffects:
+    """What slots add to their token, as far as it is known.
+
+    Attributes:
+        counted: the slots that add a summand to their token.
+        dropped: the slots that add none. The likeliest weight is zero at all of them.
+        doubtful: slots of a token that selected an expert twice; one of the two may add nothing. The likeliest weight
+            is zero at most of them.
+    """
+
+    counted: Sequence[SlotPosition] = ()
+    dropped: Sequence[SlotPosition] = ()
+    doubtful: Sequence[SlotPosition] = ()
+
+
+__all__ = ["SlotEffects", "ValueAxes"]

@@ -19,7 +19,7 @@ import dataclasses
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -29,7 +29,7 @@ from ..terms.node_semantics import Semantics
 from ..terms.term import Term, is_const
 from .canonical_form import CanonicalForm, NodeRef, SlotPosition
 from .lift_options import LiftOptions
-from .value_axes import ValueAxes
+from .value_axes import SlotEffects, ValueAxes
 
 
 class _Candidate(NamedTuple):
@@ -46,22 +46,6 @@ class _Candidate(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SlotEffects:
-    """What slots add to their token, as far as it is known.
-
-    Attributes:
-        counted: the slots that add a summand to their token.
-        dropped: the slots that add none. The likeliest weight is zero at all of them.
-        doubtful: slots of a token that selected an expert twice; one of the two may add nothing. The likeliest weight
-            is zero at most of them.
-    """
-
-    counted: Sequence[SlotPosition] = ()
-    dropped: Sequence[SlotPosition] = ()
-    doubtful: Sequence[SlotPosition] = ()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ValueLookup:
     """Finds the candidates whose elements are given terms. `rank` makes one.
 
@@ -73,6 +57,7 @@ class ValueLookup:
         hint_positions: positions of the candidates that another capture uses: many candidates fit a single token.
         hint_columns: the positions of its values that have a node for each slot.
         hint_drops_slots: that capture drops slots.
+        find_behind: returns the nodes behind the masks of a node, see `NodesBehindMasks`.
         effects: what slots add to their token.
     """
 
@@ -83,7 +68,8 @@ class ValueLookup:
     hint_positions: Collection[tuple]
     hint_columns: Collection[tuple]
     hint_drops_slots: bool
-    effects: SlotEffects = SlotEffects()
+    find_behind: Callable[[fx.Node], Collection[fx.Node]] = lambda _: ()
+    effects: SlotEffects = dataclasses.field(default_factory=SlotEffects)
     _tables: dict[tuple, dict[Term, list[NodeRef]]] = dataclasses.field(default_factory=dict)
     _rows: dict[tuple[int, ...], set[Term]] = dataclasses.field(default_factory=dict)  # by their shape
 
@@ -96,12 +82,14 @@ class ValueLookup:
         call_internals: Collection[fx.Node] = (),
         hint: CanonicalForm | None = None,
         options: LiftOptions = LiftOptions(),  # noqa: B008
+        find_behind: Callable[[fx.Node], Collection[fx.Node]] = lambda _: (),
     ) -> ValueLookup:
         """Rank nodes as candidates.
 
         Args:
             call_internals: nodes that a submodule keeps to itself; they are tried last.
             hint: the form of another capture; its candidates are tried first, unless `align_to_last`.
+            find_behind: see the attribute.
         """
         groups = hint.groups if hint is not None and not options.align_to_last else ()
         hint_positions = {
@@ -117,6 +105,7 @@ class ValueLookup:
             hint_positions=hint_positions,
             hint_columns=[tuple(ref.position for ref in value.columns) for value in values if value.columns],
             hint_drops_slots=hint is not None and not hint.kept_slots.all(),
+            find_behind=find_behind,
         )
 
     def with_effects(self, effects: SlotEffects) -> ValueLookup:
@@ -213,7 +202,23 @@ class ValueLookup:
         first = self._find_likeliest(fits, range(self.axes.slots)) if scalar else next(fits, None)
         if first is None and scalar and per_slot and self.axes.slots > 1:
             return self._find_columns(positions, terms)
+        if first is not None and scalar:
+            first = self._move_behind_masks(first, positions, terms)
         return self._add_hinted_columns(first, positions) if first is not None and scalar and per_slot else first
+
+    def _move_behind_masks(self, ref: NodeRef, positions: list[SlotPosition], terms: list[Term]) -> NodeRef:
+        """Return the last candidate behind the masks of a candidate that has the same elements, or the candidate."""
+        behind = self.find_behind(ref.node)
+        for other in sorted(self.with_repeated, key=lambda other: -other.node.meta["index"]) if behind else ():
+            if (
+                other.node in behind
+                and (other.axes == ref.axes or {*other.axes} == {"t", "e"} or "tk" in other.axes)
+                and all(self._get_value(other, at) is term for at, term in zip(positions, terms, strict=True))
+                and self._count_zeros(other, self.effects.dropped) >= self._count_zeros(ref, self.effects.dropped)
+                and self._count_zeros(other, self.effects.doubtful) >= self._count_zeros(ref, self.effects.doubtful)
+            ):
+                return other
+        return ref
 
     def _add_hinted_columns(self, ref: NodeRef, positions: list[SlotPosition]) -> NodeRef:
         """Return the columns of the hint's value if one of them is this node, and the others are zero: this capture may
@@ -299,7 +304,7 @@ class ValueLookup:
             column = self._find_likeliest(fits, (k,))
             if column is None:
                 return None
-            columns.append(column)
+            columns.append(self._move_behind_masks(column, [at for at, _ in of_slot], [term for _, term in of_slot]))
         return NodeRef(columns[0].node, ("t", "k"), tuple(columns))
 
     def find_holders(self, term: Term) -> list[NodeRef]:
@@ -339,4 +344,4 @@ def _keep_first_of_equals(semantics: Semantics, refs: list[NodeRef]) -> list[Nod
     return list(first.values())
 
 
-__all__ = ["SlotEffects", "ValueLookup"]
+__all__ = ["ValueLookup"]

@@ -15,20 +15,18 @@ of the other captures. Comparisons with a known limit belong to `unreached_limit
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import fx
 
-from ...capture.environment.code_locations import Source
 from ...capture.tracing.capture_result import FORCE_VARIED, Capture
 from ...capture.tracing.node_origins import is_abstract
 from ...capture.tracing.op_sets import CONTRACTIONS, SHAPE_ONLY
 from ...ir.ancestors import fold_ancestors
 from ...ir.node_values import get_op_name
-from ...util.tensor_trees import is_float
-from ..facts.count_limits import find_limits
+from ..facts.count_limits import REACHED, Limit, OpSite, find_limits
 from ..facts.graph_nodes import (
     SELECTION_DIMS,
     depends_on_arguments,
@@ -36,7 +34,6 @@ from ..facts.graph_nodes import (
     find_extremes,
     find_lookups,
     follows_from_integers,
-    is_state,
     position_axis,
     skip_moves,
 )
@@ -52,7 +49,7 @@ from ..facts.op_classes import (
     VIEWS,
 )
 from ..facts.range_arithmetic import UNBOUNDED
-from ..facts.token_functions import follows_from_choices, is_token_function
+from ..facts.token_functions import follows_from_choices, hash_without_sizes, is_token_function
 from ..interventions.forced_outcome import ForcedStep, OutcomeKind, force_outcome
 from ..interventions.idle_branches import is_chosen_test
 
@@ -60,7 +57,33 @@ if TYPE_CHECKING:
     from ..proof.proof_view import ProofView
 
 _LOOKUPS = LOOKUPS | SEARCHES
-_MAX_HASHED = 64  # elements of a constant that are compared
+
+
+@dataclasses.dataclass(frozen=True)
+class _Number:
+    """A number that an op computes in all captures.
+
+    Attributes:
+        part: the index of the result, if the op has several.
+        computation: hash of the computation, if runs of a loop that compute other numbers count as other ops; else 0.
+    """
+
+    site: OpSite
+    part: Any
+    computation: int
+
+
+@dataclasses.dataclass
+class _Observation:
+    """What captures show of a number: some of its outcomes, and the extremes of its operands."""
+
+    outcomes: set[Any] = dataclasses.field(default_factory=set)
+    operands: set[float] = dataclasses.field(default_factory=set)
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether there is one outcome although the operands vary."""
+        return len(self.outcomes) == 1 and len(self.operands) > 1
 
 
 def vary_count_functions(proof: ProofView) -> None:
@@ -69,11 +92,12 @@ def vary_count_functions(proof: ProofView) -> None:
     Raises:
         Refused: other values change the form.
     """
-    for (source, op), description in {**_find_constant_numbers(proof), **_find_unclamped_numbers(proof)}.items():
-        force_outcome(proof, ForcedStep(OutcomeKind.OP, source, description), {(source, op, True): FORCE_VARIED})
+    for site, description in {**_find_constant_numbers(proof), **_find_unclamped_numbers(proof)}.items():
+        step = ForcedStep(OutcomeKind.OP, site.source, description)
+        force_outcome(proof, step, {(site.source, site.op, True): FORCE_VARIED})
 
 
-def _find_constant_numbers(proof: ProofView) -> dict[tuple[Source, str], str]:
+def _find_constant_numbers(proof: ProofView) -> dict[OpSite, str]:
     """Find ops on counts, ranks or positions whose result is constant although their operands, or table, vary.
 
     The result may be a number (`counts // 300`, `relu(counts - 300)`, `table[arange(T) // 300]`), a boolean
@@ -81,12 +105,10 @@ def _find_constant_numbers(proof: ProofView) -> dict[tuple[Source, str], str]:
     `overflow_limits`.
 
     Returns:
-        A description of the constant, for the refusal, by source line and op.
+        A description of the constant, for the refusal, by its place.
     """
-    # runs of a loop that compute other numbers of choices are other ops: `for pair in pairs: (ids == pair).all(-1)`
-    outcomes_by_op: dict[tuple[Source, str, Any, int], set[Any]] = {}
-    operand_values: dict[tuple[Source, str, Any, int], set[float]] = {}
-    limited: dict[tuple[Source, str], set[int | None]] = {}
+    observations: dict[_Number, _Observation] = {}
+    limited: dict[OpSite, set[Limit]] = {}
     for form in proof.evidence.forms:
         for site, limit in find_limits(form.capture, proof.evidence.unforced_lengths).items():
             limited.setdefault(site, set()).add(limit)
@@ -97,31 +119,36 @@ def _find_constant_numbers(proof: ProofView) -> dict[tuple[Source, str], str]:
             by = n.args[0] if get_op_name(n) == "getitem" else n
             if n.op != "call_function" or not isinstance(by, fx.Node):
                 continue
-            site = (by.meta["source"], str(by.target))
+            site = OpSite.locate(by)
             if _orders_slots(n):
                 continue
             is_statistic = is_load_statistic(form.capture, n)
             # `overflow_limits` looks beyond a fixed limit, and not beyond one that is reached or grows with the tokens
-            is_limit = site in limited and None not in limited[site] and not (is_statistic and len(limited[site]) > 1)
+            is_limit = (
+                site in limited and REACHED not in limited[site] and not (is_statistic and len(limited[site]) > 1)
+            )
             is_count_function = not is_limit and (is_statistic or _has_unbounded_operands(form.capture, n, by))
             is_token_number = _tests_positions(n, sizes) or _is_made_of_choices(form.capture, n, by)
             if not (_is_function_of_elements(n) or is_token_number or is_count_function):
                 continue
             if is_chosen_test(n) and _find_outcomes(form.capture, n, by) == {get_op_name(n) in ("gt", "ge", "ne")}:
                 continue
-            computation = _hash_without_sizes(n) if is_token_number and not _tests_one_choice(n) else 0
-            key = (*site, n.args[1] if by is not n else None, computation)
-            seen = outcomes_by_op.setdefault(key, set())
-            if len(seen) > 1:
+            # runs of a loop that compute other numbers of choices: `for pair in pairs: (ids == pair).all(-1)`
+            computation = hash_without_sizes(n) if is_token_number and not _tests_one_choice(n) else 0
+            number = _Number(site, n.args[1] if by is not n else None, computation)
+            observation = observations.setdefault(number, _Observation())
+            if len(observation.outcomes) > 1:
                 continue
-            seen |= _find_outcomes(form.capture, n, by)
-            operand_values.setdefault(key, set()).update(
-                *[find_extremes(form.capture, a) for a in _find_value_operands(by)]
-            )
-            if len(seen) == 1 and (depends_on_routing(n) or n.meta["val"].dtype is torch.bool) and ranges.is_decided(n):
-                seen |= {0, 1}
-    same = {key: seen for key, seen in outcomes_by_op.items() if len(seen) == 1 and len(operand_values[key]) > 1}
-    return {key[:2]: _describe_outcome(next(iter(seen))) for key, seen in same.items() if _is_constant(proof, key)}
+            observation.outcomes |= _find_outcomes(form.capture, n, by)
+            observation.operands.update(*[find_extremes(form.capture, a) for a in _find_value_operands(by)])
+            may_be_decided = depends_on_routing(n) or n.meta["val"].dtype is torch.bool
+            if len(observation.outcomes) == 1 and may_be_decided and ranges.is_decided(n):
+                observation.outcomes |= {0, 1}
+    return {
+        number.site: _describe_outcome(next(iter(observation.outcomes)))
+        for number, observation in observations.items()
+        if observation.is_constant and _is_constant(proof, number)
+    }
 
 
 def _tests_one_choice(n: fx.Node) -> bool:
@@ -130,29 +157,13 @@ def _tests_one_choice(n: fx.Node) -> bool:
     return get_op_name(n) in COMPARISONS and all(a.op == "get_attr" or get_op_name(a) == "getitem" for a in compared)
 
 
-def _hash_without_sizes(node: fx.Node) -> int:
-    """Hash how a node is computed from the routing and from constants: equal in captures of other sizes."""
-
-    def combine(n: fx.Node, hashes: list[int]) -> int:
-        if n.op == "get_attr":
-            val = n.meta["val"]
-            is_constant = not is_state(n) and not n.meta["of_sizes"] and val.numel() <= _MAX_HASHED
-            return hash(repr(val.tolist()) if is_constant and not is_float(val) else n.meta["fqn"])
-        has_shape = not n.all_input_nodes or get_op_name(n) in (ELEMENT_MOVES | NEW_TENSORS) - {"select", "slice"}
-        numbers = () if has_shape else pytree.tree_leaves((n.args, n.kwargs))
-        known = [a for a in numbers if type(a) in (int, float, bool) and a not in n.meta["of_sizes"]]
-        return hash(repr((str(n.target), known, hashes)))  # Python hashes -1 and -2 alike
-
-    return fold_ancestors(node, "without_sizes", combine, lambda n: [] if is_abstract(n) else n.all_input_nodes)
-
-
-def _is_constant(proof: ProofView, key: tuple[Source, str, Any, int]) -> bool:
+def _is_constant(proof: ProofView, number: _Number) -> bool:
     """Return whether an op has one value in all captures, even those in which it does not depend on crowds."""
     seen: set[Any] = set()
     for form in proof.evidence.forms:
         for n in filter(follows_from_integers, form.capture.nodes):
-            if n.op == "call_function" and (n.meta["source"], str(n.target)) == key[:2]:
-                is_other_run = key[3] and _hash_without_sizes(n) != key[3]
+            if n.op == "call_function" and OpSite.locate(n) == number.site:
+                is_other_run = number.computation and hash_without_sizes(n) != number.computation
                 is_tensor = isinstance(n.meta.get("val"), torch.Tensor)
                 seen |= _find_outcomes(form.capture, n, n) if is_tensor and not is_other_run else set()
     return len(seen) <= 1
@@ -237,9 +248,9 @@ def _is_unbounded(capture: Capture, node: fx.Node) -> bool:
     return fold_ancestors(node, "grows", grows)
 
 
-def _find_unclamped_numbers(proof: ProofView) -> dict[tuple[Source, str], str]:
+def _find_unclamped_numbers(proof: ProofView) -> dict[OpSite, str]:
     """Find ops with fixed limits that no capture reached: `positions % 700`, `counts.clamp(max=300)`."""
-    limits_at: dict[tuple[Source, str], set[str]] = {}
+    limits_at: dict[OpSite, set[str]] = {}
     for form in proof.evidence.forms:
         for n in form.capture.nodes:
             if get_op_name(n) not in COUNT_CLAMPS or not follows_from_integers(n) or n.meta["val"].dtype is torch.bool:
@@ -249,9 +260,9 @@ def _find_unclamped_numbers(proof: ProofView) -> dict[tuple[Source, str], str]:
                     form.capture.concrete_value(n), form.capture.concrete_value(before)
                 )
                 limit = str((n.args[1:], n.kwargs)) if unclamped else "reached"
-                limits_at.setdefault((n.meta["source"], str(n.target)), set()).add(limit)
+                limits_at.setdefault(OpSite.locate(n), set()).add(limit)
     # limits that grow with the sizes are left out
-    fixed = [key for key, limits in limits_at.items() if len(limits) == 1 and "reached" not in limits]
+    fixed = [site for site, limits in limits_at.items() if len(limits) == 1 and "reached" not in limits]
     return dict.fromkeys(fixed, "a number that is cut off for many tokens")
 
 

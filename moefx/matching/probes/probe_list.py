@@ -14,6 +14,7 @@ from .expert_coverage import show_all_experts
 from .float_decisions import mix_decisions
 from .idle_experts import concentrate_tokens, leave_experts_idle
 from .integer_inputs import vary_integer_inputs
+from .joint_choices import combine_choices
 from .leaked_sizes import guard_constant_expressions, try_round_sizes, vary_leaked_sizes
 from .load_comparisons import vary_loads
 from .probe import Probe
@@ -43,6 +44,7 @@ INTERVENTIONS = (
     Probe(separate_selections, "a second choice that equals the first one in all captures"),
     Probe(vary_integer_inputs, "ids, lengths or buffers that look like constants"),
     _VARY_COUNTS,
+    Probe(combine_choices, "tests of single choices that no token of a capture passes together"),
     _OVERFLOW,
     Probe(vary_state_between_calls, "an attribute that a call leaves behind and the next call reads"),
     Probe(repeat_experts, "a token that selects one expert in two slots, whose weights do not add up"),

@@ -23,7 +23,7 @@ from ...capture.sizes.size_guards import SizeGuard
 from ...capture.tracing.concrete_routing import Routing
 from ...errors import Refused
 from ...ir.node_values import get_op_name
-from ..facts.count_limits import UNKNOWN, OpSite, find_limits, find_unreached, group_by_site
+from ..facts.count_limits import REACHED, UNKNOWN, Limit, OpSite, find_limits, find_unreached, group_by_site
 from ..facts.op_classes import RESHAPED_COPIES
 from ..lift.canonical_form import CanonicalForm
 from ..lift.lift_refusals import NothingRouted
@@ -60,32 +60,27 @@ def _find_lowest_unreached(proof: ProofView) -> int | None:
         Refused: the limited number is no plain count.
     """
     limits_by_capture = _find_limits_by_capture(proof)
-    sites = find_unreached(limits_by_capture)
     highest_counts = [_count_most(form) for form in proof.evidence.forms]
     unreached: set[int] = set()
-    for site, limits in sites.items():
-        if len(limits) == 1:
-            unreached |= limits
-            continue
-        # a capacity that grows with the tokens and has room for all of them is never exceeded
-        pairs = [
-            (capture_limits.get(site), count)
-            for capture_limits, count in zip(limits_by_capture, highest_counts, strict=True)
-        ]
-        if too_small := {limit for limit, count in pairs if limit and limit < count}:
-            unreached |= too_small | limits & {UNKNOWN}
-    lowest = min(unreached, default=None)
-    if lowest == UNKNOWN:
-        site = next(site for site, limits in sites.items() if UNKNOWN in limits)
-        raise Refused(
-            "a number computed from counts or positions is compared, and the comparison had one outcome in all "
-            "captures; it is not a plain count, so moefx cannot tell which number of tokens changes the outcome",
-            source=str(site[0]), culprits=(site[1],), remedy="compare the count itself",
-        )  # fmt: skip
-    return lowest
+    for site, limits in find_unreached(limits_by_capture).items():
+        numbers = {limit.number for limit in limits if limit.number is not None}
+        if len(limits) > 1:  # a capacity that grows with the tokens and has room for all of them is never exceeded
+            pairs = [
+                (by_site.get(site, UNKNOWN).number, n)
+                for by_site, n in zip(limits_by_capture, highest_counts, strict=True)
+            ]
+            numbers = {number for number, count in pairs if number is not None and number < count}
+        if UNKNOWN in limits and (numbers or len(limits) == 1):
+            raise Refused(
+                "a number computed from counts or positions is compared, and the comparison had one outcome in all "
+                "captures; it is not a plain count, so moefx cannot tell which number of tokens changes the outcome",
+                source=str(site.source), culprits=(site.op,), remedy="compare the count itself",
+            )  # fmt: skip
+        unreached |= numbers
+    return min(unreached, default=None)
 
 
-def _find_limits_by_capture(proof: ProofView) -> list[dict[OpSite, int | None]]:
+def _find_limits_by_capture(proof: ProofView) -> list[dict[OpSite, Limit]]:
     return [find_limits(form.capture, proof.evidence.unforced_lengths) for form in proof.evidence.forms]
 
 
@@ -119,7 +114,7 @@ def _overflow_every_expert(proof: ProofView) -> None:
         Refused: the form differs, or there is none although some slots are kept.
     """
     by_site = group_by_site(_find_limits_by_capture(proof)).values()
-    limits = {limit for limits in by_site if None in limits for limit in limits if limit}
+    limits = {limit.number for limits in by_site if REACHED in limits for limit in limits if limit.number is not None}
     candidates = (choose_even_sizes(proof, limit + 1) for limit in sorted(limits, reverse=True))
     if (sizes := next(filter(None, candidates), None)) is None:
         return

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from moefx.capture.tracing.concrete_routing import Routing
-from moefx.matching.facts.count_limits import UNKNOWN, find_limits, find_unreached
+from moefx.matching.facts.count_limits import REACHED, UNKNOWN, Limit, find_limits, find_unreached
 
 from ..lift.small_blocks import D, E
 from ..small_proofs import new_proof
@@ -36,11 +36,11 @@ def limits_of(condition):
 
 
 def test_a_limit_that_no_rank_reaches():
-    assert limits_of(lambda rank, chosen: rank <= 64) == [64]
+    assert limits_of(lambda rank, chosen: rank <= 64) == [Limit.of_count(64, is_reached=False)]
 
 
 def test_a_limit_that_a_rank_exceeds():
-    assert limits_of(lambda rank, chosen: rank <= 3) == [None]
+    assert limits_of(lambda rank, chosen: rank <= 3) == [REACHED]
 
 
 def test_numbers_of_experts_have_no_limit():
@@ -56,12 +56,12 @@ def test_the_end_of_a_slice_of_an_experts_rows():
         rows = torch.where(chosen[:, 0] == 0)[0][:64]
         return torch.zeros_like(rank).index_fill(0, rows, 1) > 0
 
-    assert 64 in limits_of(kept)
+    assert Limit.of_count(64, is_reached=False) in limits_of(kept)
 
 
 def test_a_limit_is_unreached_if_no_capture_reaches_it():
     low, high = (find_limits(capture(lambda rank, chosen: (rank <= 12) & (rank <= 64), tokens)) for tokens in (8, 60))
-    (first,) = (site for site, limit in low.items() if limit == 12)
-    assert set(low.values()) == {12, 64}
+    (first,) = (site for site, limit in low.items() if limit.number == 12)
+    assert {limit.number for limit in low.values()} == {12, 64}
     unreached = find_unreached([low, high])
-    assert first not in unreached and set().union(*unreached.values()) == {64}
+    assert first not in unreached and {limit.number for limit in set().union(*unreached.values())} == {64}

@@ -353,11 +353,6 @@ def test_experts_of_a_token():
 
 
 REFUSED = {
-    "a large number": (
-        lambda b, w, g: torch.where(is_no_padding(g > 1 << 41), 0.5 * w, w),
-        PLAIN,
-        "pass example_inputs with which both outcomes occur",
-    ),
     "a large product": (
         lambda b, w, g: torch.where(is_no_padding(g.clamp(0, 50000) * (1 << 30) == 3000 << 30), 0.5 * w, w),
         PLAIN,
@@ -378,6 +373,14 @@ def test_uses_of_integers_that_may_differ_are_refused(name):
     use, example, reason = REFUSED[name]
     with pytest.raises(NoMoEBlockFound, match=reason):
         check(Chosen("weights", use), example, [])
+
+
+def test_a_large_number():
+    check(
+        Chosen("weights", lambda b, w, g: torch.where(is_no_padding(g > 1 << 41), 0.5 * w, w)),
+        PLAIN,
+        [(PLAIN[0] + (1 << 42) * draw_ids(0, 2),)],
+    )
 
 
 class Counted(Weights):

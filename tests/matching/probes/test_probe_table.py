@@ -60,6 +60,17 @@ class Loop(nn.Module):
         return self.experts[e](rows).relu()
 
 
+class ScaledRows(Loop):
+    """Scale the rows of each expert. A factor of the weights would need no probe: the graph keeps the program's ops."""
+
+    def mix(self, x, w, ids):
+        factor, out = self.factor(w, ids), torch.zeros_like(x)
+        for e in range(len(self.experts)):
+            t, k = torch.where(ids == e)
+            out = out.index_add(0, t, self.run(e, x[t]) * w[t, k, None] * factor[t, k, None])
+        return out
+
+
 # ---------------------------------------------------------------------- slots and experts
 class FirstTen(Loop):
     """Keep ten selections, first slots first: no second slot is kept if there are ten tokens."""
@@ -122,10 +133,9 @@ class WarmUp(Loop):
         return (w / 2 if self.is_warm else w), ids
 
 
-class Threshold(Loop):
-    def select(self, x):
-        w, ids = super().select(x)
-        return w * (w > 0.01), ids
+class Threshold(ScaledRows):
+    def factor(self, w, ids):
+        return w > 0.01
 
 
 class Limited(Loop):
@@ -139,26 +149,44 @@ class Limited(Loop):
         return w * (ids == torch.minimum(scores, self.limit).topk(2).indices).all(-1)[:, None], ids
 
 
-class HashedMask(Loop):
+class HashedMask(ScaledRows):
     def forward(self, x, ids):
-        w, chosen = self.select(x)
-        return self.mix(x, w * (ids * ids * 7919 % 10007 != 36)[:, None], chosen)
+        self.is_kept = (ids * ids * 7919 % 10007 != 36)[:, None].expand(-1, 2)
+        return super().forward(x)
+
+    def factor(self, w, ids):
+        return self.__dict__.pop("is_kept")
 
 
 MASKED_ID = next(n for n in range(10007) if n * n * 7919 % 10007 == 36)
 
 
-class ByCount(Loop):
-    def select(self, x):
-        w, ids = super().select(x)
-        return w / (1 + torch.bincount(ids.flatten(), minlength=E) // 300)[ids], ids
+class ByCount(ScaledRows):
+    def factor(self, w, ids):
+        return (1 + torch.bincount(ids.flatten(), minlength=E) // 300)[ids]
 
 
-class Ranked(Loop):
-    def select(self, x):
-        w, ids = super().select(x)
+class Ranked(ScaledRows):
+    def factor(self, w, ids):
         hot = F.one_hot(ids.flatten(), E)
-        return w * ((hot.cumsum(0) * hot).sum(-1).view_as(ids) <= 64), ids
+        return (hot.cumsum(0) * hot).sum(-1).view_as(ids) <= 64
+
+
+class PassingTests(Loop):
+    """Halve the results of tokens that choose three of 16 experts in one of 3360 orders."""
+
+    def __init__(self):
+        super().__init__(16, 3)
+
+    def mix(self, x, w, ids):
+        results = x.new_zeros(len(x), 3, D)
+        for e in range(16):
+            t, k = torch.where(ids == e)
+            results = results.index_put((t, k), self.run(e, x[t]) * w[t, k, None])
+        halved = results / 2
+        for slot, number in enumerate((5, 2, 7)):
+            halved = torch.where((ids[:, slot] == number)[:, None, None], halved, results)
+        return halved.sum(1)
 
 
 class Remembering(Loop):
@@ -328,6 +356,9 @@ TABLE = {
     "separate_selections": Row(Limited, ((draw(400),),), without="right", caught_by="mix_decisions, and the lift"),
     "vary_integer_inputs": Row(HashedMask, ((draw(9), torch.full((9,), MASKED_ID)),), example=(draw(20), IDS)),
     "vary_count_functions": Row(ByCount, ((draw(900),),)),
+    "combine_choices": Row(
+        PassingTests, ((draw(9),), (torch.tensor([[0, 0, 3, 0, 0, 4, 0, 2]] * 9, dtype=torch.float64),))
+    ),
     "overflow_limits": Row(Ranked, ((draw(400),),)),
     "vary_state_between_calls": Row(Remembering, ((draw(9),), (-draw(9),))),
     "repeat_experts": Row(TwoMaxima, ((1e5 * draw(9),),)),
