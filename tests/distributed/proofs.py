@@ -42,6 +42,10 @@ def build_proven() -> Iterator[tuple[nn.Module, torch.Tensor, moefx.Plan]]:
     for block in (BLOCKS["gated"](), BLOCKS["stacked"](), BLOCKS["gated"]().double(), Dropping().double()):
         yield block, torch.zeros(9, D, dtype=next(block.parameters()).dtype), SYMBOLIC
     yield Model("gated", layers=1, num_experts=8), torch.zeros(9, D), SYMBOLIC
+    for dtype, device in ((torch.float32, "cpu"), (torch.float64, "cpu"), (torch.float64, "meta")):  # as in pipelines
+        for kind in ("gated", "joined"):
+            example = torch.zeros(6, D, dtype=dtype, device=device)
+            yield Model(kind, layers=1).to(device, dtype), example, SYMBOLIC
     for num_experts, plan in ((4, SYMBOLIC), (4, AUTO), (5, AUTO)):
         yield Model("gated", layers=1, num_experts=num_experts), torch.zeros(64, D), plan
 
