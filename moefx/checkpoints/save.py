@@ -58,6 +58,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_sha
 
     Raises:
         InvalidCheckpoint: a tensor cannot be stored in such files.
+        InvalidInput: the folder is a file.
         MoefxError: the model is quantized, or another rank failed. An error while a rank sends or receives a tensor is
             not told to other ranks, which wait for the timeout of their process group.
     """

@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from ..errors import MoefxError
+from ..errors import InvalidInput, MoefxError
 from .rank_group import RankGroup
 
 _INCOMPLETE, _COMPLETE = "incomplete-save", "complete-save"
@@ -38,9 +38,14 @@ def replace_checkpoint(
         folder: is created if it does not exist.
         entry_files: names of files without which nothing loads a checkpoint; it has one of them.
         is_earlier: whether a file of this name is removed unless the new checkpoint has it. Others are kept.
+
+    Raises:
+        InvalidInput: the folder is a file.
     """
     with ranks.raise_together():
         if ranks.is_first:
+            if folder.is_file():
+                raise InvalidInput(f"{folder} is a file: a checkpoint is a folder")
             _put_in_place(folder, entry_files)  # of a save that was killed
             if (folder / _INCOMPLETE).exists():
                 shutil.rmtree(folder / _INCOMPLETE)

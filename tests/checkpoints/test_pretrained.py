@@ -16,7 +16,7 @@ from torch import nn
 
 import moefx
 from moefx.checkpoints.safetensors_files import CheckpointFiles, ShardFile
-from moefx.errors import InvalidCheckpoint
+from moefx.errors import InvalidCheckpoint, InvalidInput
 
 from ..blocks import D, Gated, Loop
 from ..models import hf
@@ -200,6 +200,14 @@ def test_buffers_of_further_arguments_are_not_guessed(tmp_path, keeps_base):
     for unknown in (other,) if keeps_base else (model, other):
         with pytest.raises(InvalidCheckpoint, match=r"0\.inverse: a checkpoint does not hold these buffers"):
             moefx.load_pretrained(unknown, tmp_path)
+
+
+def test_a_file_is_no_folder(tmp_path):
+    path = tmp_path / "model.bin"
+    path.write_text("text")
+    with pytest.raises(InvalidInput, match=r"model\.bin is a file: a checkpoint is a folder"):
+        moefx.save_pretrained(Plain(), path)
+    assert path.read_text() == "text"
 
 
 @pytest.mark.parametrize("method", ["append", "__exit__"])  # a full disk shows when a file is written, or closed
