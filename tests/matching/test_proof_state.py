@@ -68,16 +68,17 @@ def test_a_smaller_limit_of_nodes_holds_with_interventions():
 
 
 class Masked(Small):
-    """Drop slots of one expert: their weights are zero after the mask only."""
+    """Drop slots of one expert: their weights are zero after the mask only. Without it they scale all rows, so a
+    capture without drops does not show which of the two the experts multiply."""
 
     def __init__(self):
         super().__init__()
         self.drops = False
 
-    def choose(self, x):
-        weights, ids = super().choose(x)
+    def forward(self, x):
+        weights, ids = self.choose(x)
         kept = (ids != 1) | (not self.drops)
-        return weights * kept, ids
+        return self.mix(x * weights.sum(-1, keepdim=True), weights * kept, ids)
 
 
 def test_all_captures_are_lifted_with_a_mask_of_one():

@@ -72,9 +72,10 @@ def _find_lowest_unreached(proof: ProofView) -> int | None:
             numbers = {number for number, count in pairs if number is not None and number < count}
         if UNKNOWN in limits and (numbers or len(limits) == 1):
             raise Refused(
-                "a number computed from counts or positions is compared, and the comparison had one outcome in all "
-                "captures; it is not a plain count, so moefx cannot tell which number of tokens changes the outcome",
-                source=str(site.source), culprits=(site.op,), remedy="compare the count itself",
+                "a number computed from counts, positions or integer arguments is compared, and the comparison had one "
+                "outcome in all captures; it is not a plain count, so moefx cannot tell what changes the outcome",
+                source=str(site.source), culprits=(site.op,),
+                remedy="compare the count itself, or pass example_inputs with which both outcomes occur",
             )  # fmt: skip
         unreached |= numbers
     return min(unreached, default=None)

@@ -353,11 +353,6 @@ def test_experts_of_a_token():
 
 
 REFUSED = {
-    "a large product": (
-        lambda b, w, g: torch.where(is_no_padding(g.clamp(0, 50000) * (1 << 30) == 3000 << 30), 0.5 * w, w),
-        PLAIN,
-        "pass example_inputs with which both outcomes occur",
-    ),
     "a branch": (mask_if_any, PLAIN, "code outside the experts depends on"),
     "two inputs, never on one line": (  # none of the numbers appears elsewhere
         lambda b, w, g, h: torch.where(is_no_padding(g * 7919 + h * 104729 == 999999937), 0.5 * w, w),
@@ -380,6 +375,18 @@ def test_a_large_number():
         Chosen("weights", lambda b, w, g: torch.where(is_no_padding(g > 1 << 41), 0.5 * w, w)),
         PLAIN,
         [(PLAIN[0] + (1 << 42) * draw_ids(0, 2),)],
+    )
+
+
+def test_a_large_product():
+    """Halve the weights of one number, which no capture has."""
+    check(
+        Chosen(
+            "weights",
+            lambda b, w, g: torch.where(is_no_padding(g.clamp(0, 50000) * (1 << 30) == 3000 << 30), 0.5 * w, w),
+        ),
+        PLAIN,
+        [(torch.where(torch.rand(2, 9) < 0.5, 3000, PLAIN[0]),)],
     )
 
 
