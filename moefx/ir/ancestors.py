@@ -33,15 +33,21 @@ def fold_ancestors(
     return node.meta[name]
 
 
-def collect_ancestors(*nodes: fx.Node) -> set[fx.Node]:
-    """Return these nodes and all nodes that they depend on."""
+def collect_ancestors(
+    *nodes: fx.Node, inputs_of: Callable[[fx.Node], list[fx.Node]] = lambda n: n.all_input_nodes
+) -> set[fx.Node]:
+    """Return these nodes and all nodes that they depend on.
+
+    Args:
+        inputs_of: the inputs of a node that count.
+    """
     seen: set[fx.Node] = set()
     stack = [*nodes]
     while stack:
         n = stack.pop()
         if n not in seen:
             seen.add(n)
-            stack.extend(n.all_input_nodes)
+            stack.extend(inputs_of(n))
     return seen
 
 

@@ -51,6 +51,9 @@ _RAGGED = {
 _set_args, _set_kwargs = fx.Node.args.__set__, fx.Node.kwargs.__set__  # type: ignore[attr-defined]
 
 
+DecisionSite = tuple[Source, str, bool]  # location, op, and whether it follows from routing alone
+
+
 class _Alias:
     """A tensor object of the program: its current node, and the op that made it a view of its base."""
 
@@ -358,7 +361,7 @@ class Recorder(TorchDispatchMode):
         return FakeTensor(self.fake_mode, t, _CPU)
 
 
-def make_site(target: Any, from_integers: bool) -> tuple[Source, str, bool]:
+def make_site(target: Any, from_integers: bool) -> DecisionSite:
     """Return the key under which `Interventions` forces the result of the op that the program runs now."""
     return find_user_source(), str(target), from_integers
 

@@ -28,16 +28,17 @@ from ..sizes.routed_numbers import ROW_COUNT, RoutedFloat, RoutedInt, is_row_emp
 from ..sizes.symbolic_sizes import peek_value
 from .capture_result import HostRead, LimitedOutcome
 from .concrete_routing import Routing
+from .graph_recorder import DecisionSite
 from .node_origins import find_float_decisions, find_leaf_kinds, follows_from_floats, is_abstract, is_nan_check
 from .op_runner import OpRunner
 
 # Reads of activations at one call site that end a capture: the fixed part, and the part per token.
 _MAX_READS, _MAX_READS_PER_TOKEN = 500, 8
 
-# Forced outcomes. Keys: the call stack of a read; (location, op, whether it follows from routing alone) of a comparison
-# or a number; the position of an argument. Values: the outcome, `FORCE_MIXED`, `FORCE_VARIED`, or a function that maps
-# the integers which an op returned, or an argument has.
-Interventions = Mapping[tuple[Source, ...] | tuple[Source, str, bool] | int, Any]
+# Forced outcomes. Keys: the call stack of a read; the site of a comparison or a number; the position of an argument.
+# Values: the outcome, `FORCE_MIXED`, `FORCE_VARIED`, or a function that maps the integers which an op returned, or an
+# argument has.
+Interventions = Mapping[tuple[Source, ...] | DecisionSite | int, Any]
 
 
 class ReadLogger(OpRunner):

@@ -7,18 +7,13 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from ...capture.tracing.capture_result import Capture
+from ...ir.ancestors import collect_ancestors
 from .graph_nodes import depends_on_call
 
 
 def find_integer_ancestors(node: fx.Node) -> set[fx.Node]:
     """Return a node and its ancestors that depend on integers of the call."""
-    ancestors, stack = {node}, [node]
-    while stack:
-        for a in stack.pop().all_input_nodes:
-            if a not in ancestors and depends_on_call(a):
-                ancestors.add(a)
-                stack.append(a)
-    return ancestors
+    return collect_ancestors(node, inputs_of=lambda n: [a for a in n.all_input_nodes if depends_on_call(a)])
 
 
 def find_path(leaf: fx.Node, among: set[fx.Node]) -> list[fx.Node]:

@@ -23,7 +23,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...capture.tracing.capture_result import Capture
-from ...ir.ancestors import collect_ancestors, fold_ancestors
+from ...ir.ancestors import fold_ancestors
 from ...ir.expressions.expression_check import is_pointwise
 from ...ir.node_values import get_op_name
 from ..facts.graph_nodes import Line, depends_on_routing, line
@@ -72,15 +72,17 @@ def find_call_internals(capture: Capture, expert_nodes: set[fx.Node]) -> set[fx.
 
 
 def find_cut_inputs(
-    uses: ParameterUses, cut: fx.Node, expert_nodes: set[fx.Node], hint: CanonicalForm | None
+    capture: Capture, cut: fx.Node, ancestors: set[fx.Node], expert_nodes: set[fx.Node], hint: CanonicalForm | None
 ) -> list[fx.Node]:
     """Find the float nodes that the cut depends on and that do not depend on expert parameters.
 
     Leaves out two kinds. Rows that a loop over experts gathers: with all tokens they equal the hidden states, and with
     one token they look like a scalar. Partial sums: nodes on the line of a cut that writes rows. A line counts as a
     loop if such rows have several runs or varying numbers per token, in this capture or between it and the hint.
+
+    Args:
+        ancestors: the nodes that the cut depends on, and the cut.
     """
-    ancestors = collect_ancestors(cut)
     counts = [_count_rows_by_line(ancestors, cut)]  # of this capture, and of the hint's
     if hint is not None:
         hint_nodes, hint_cut = hint.capture.nodes, hint.cut
@@ -92,7 +94,7 @@ def find_cut_inputs(
     lines_of_writes = {line(cut)} if not is_pointwise(cut.target) else set()
     return [
         n
-        for n in uses.capture.nodes
+        for n in capture.nodes
         if n in ancestors
         and n not in expert_nodes
         and isinstance(n.meta.get("val"), FakeTensor)

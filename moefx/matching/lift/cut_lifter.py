@@ -12,6 +12,7 @@ the body `relu(x @ P) * w`. The expert index is the integer tensor [[0], [1]] th
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter, defaultdict
 
 import torch
@@ -109,6 +110,11 @@ class CutLifter:
     def capture(self) -> Capture:
         return self.owners.uses.capture
 
+    @functools.cached_property
+    def cut_ancestors(self) -> set[fx.Node]:
+        """The nodes that the cut depends on, and the cut."""
+        return collect_ancestors(self.cut)
+
     @property
     def tokens(self) -> tuple[int, ...]:
         """The leading axes of the cut."""
@@ -176,7 +182,7 @@ class CutLifter:
 
         Inputs of the cut come first: statistics of another selection may hold the same numbers.
         """
-        inputs, end = collect_ancestors(self.cut), self.cut.meta["index"]
+        inputs, end = self.cut_ancestors, self.cut.meta["index"]
         before = (n for n in self.capture.nodes if n not in self.expert_nodes and n.meta["index"] < end)
         nodes = sorted(before, key=lambda n: n not in inputs)
         index = find_expert_index(self.owners, self.tokens, expert_summands, nodes, self.call_internals, self.hint)
@@ -188,7 +194,7 @@ class CutLifter:
 
     def _rank_values(self, index: ExpertIndex) -> ValueLookup:
         """Rank the inputs of the cut, as nodes that may supply a value of the experts."""
-        nodes = find_cut_inputs(self.uses, self.cut, self.expert_nodes, self.hint)
+        nodes = find_cut_inputs(self.capture, self.cut, self.cut_ancestors, self.expert_nodes, self.hint)
         known = [e for group in (self.hint.groups if self.hint is not None else ()) for e in group.ids]
         highest = max([*known, *(int(index.ids[t, k]) for t, row in enumerate(index.slots) for k in row)])
         axes = ValueAxes(
@@ -197,7 +203,7 @@ class CutLifter:
             experts=highest + 1,
             sequences=count_sequences(self.capture, self.tokens),
         )
-        behind = NodesBehindMasks(collect_ancestors(self.cut), self.expert_nodes)
+        behind = NodesBehindMasks(self.cut_ancestors, self.expert_nodes)
         return ValueLookup.rank(
             self.uses.semantics,
             nodes,

@@ -32,6 +32,7 @@ from ...capture.environment.code_locations import is_internal_error
 from ...capture.tracing.capture_result import FORCE_MIXED, Capture
 from ...capture.tracing.concrete_routing import Routing
 from ...capture.tracing.concrete_values import recompute_values
+from ...capture.tracing.graph_recorder import DecisionSite
 from ...capture.tracing.node_origins import find_float_decisions
 from ...errors import Refused
 from ...ir.ancestors import collect_ancestors
@@ -43,7 +44,7 @@ from ..facts.op_classes import ELEMENT_MOVES, FLAT_MOVES, RESHAPED_COPIES
 from ..interventions.forced_outcome import ForcedStep, OutcomeKind, find_capture, force_outcome
 from ..lift.canonical_form import CanonicalForm, count_sequences
 from ..lift.distinct_choices import view_as_slots
-from .float_decisions import DecisionSite, choose_captures, locate_decision
+from .float_decisions import choose_captures, locate_decision
 
 if TYPE_CHECKING:
     from ..proof.proof_view import ProofView

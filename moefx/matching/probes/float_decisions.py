@@ -21,6 +21,7 @@ from torch import fx
 
 from ...capture.environment.code_locations import Source
 from ...capture.tracing.capture_result import FORCE_MIXED, Capture
+from ...capture.tracing.graph_recorder import DecisionSite
 from ...capture.tracing.node_origins import find_float_decisions
 from ...ir.node_values import get_op_name
 from ..interventions.forced_outcome import ForcedStep, OutcomeKind, force_outcome
@@ -33,7 +34,6 @@ _COMPARISON = "a comparison with the same outcome in all captures"
 _TOGETHER = "one of several comparisons with the same outcome in all captures"
 _INTEGER = "an integer made of floats with the same outcome in all captures"
 _ORDERS = {"sort": 1, "argsort": 1, "topk": 2}  # op: index of the argument that is the dimension
-DecisionSite = tuple[Source, str, bool]  # see `Interventions`
 _FEW_TOKENS = 5  # captures up to this size may not show the form
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from moefx.ir.ancestors import collect_ancestors
 from moefx.matching.lift.cut_candidates import find_call_internals, find_cut_inputs, find_cuts
 
 from .small_blocks import EXPERTS, TOKENS, D, E, Small, find_nodes, find_uses
@@ -24,7 +25,7 @@ def test_the_cut_is_behind_all_experts():
 def test_inputs_of_the_cut_are_no_rows_of_a_loop_over_experts():
     used = find_uses(Small())
     routed, _ = find_cuts(used, EXPERTS)
-    inputs = find_cut_inputs(used, used.capture.out, routed, None)
+    inputs = find_cut_inputs(used.capture, used.capture.out, collect_ancestors(used.capture.out), routed, None)
     assert not set(inputs) & routed and all(len(n.meta["val"]) == TOKENS for n in inputs)
 
 
