@@ -188,15 +188,12 @@ def estimate_sent_bytes(
     if dispatch == "pull":
         each = count_pulled_bytes(2.0 * width, num_experts, top_k, ranks, tokens, length)
         return each * (ranks - 1) * EXCHANGES_PER_LAYER
-    prefix = {"gather": "all_gather", "halo": "rbd"}.get(
-        dispatch, dispatch
-    )  # HALO sends the rows of RBD, in other phases
+    # HALO sends the rows of RBD, in other phases
+    prefix = {"gather": "all_gather", "halo": "rbd"}.get(dispatch, dispatch)
     formulas = build_exchange_sheet(len(sizes)).formulas.values()
     rows_only = Sheet(formula for formula in formulas if formula.unit == "1")
     results = rows_only(**{f"n{i + 1}": size for i, size in enumerate(sizes)}, E=num_experts, k=top_k)
     rows = sum(results[f"rows_{prefix}_{i + 1}"] for i in range(len(sizes)))
-    slots, per_rank = (
-        (1 if dispatch == "flat" else top_k),
-        (_UNBOUNDED if dispatch == "gather" else num_experts // ranks),
-    )
+    slots = 1 if dispatch == "flat" else top_k
+    per_rank = _UNBOUNDED if dispatch == "gather" else num_experts // ranks
     return rows * (length if dispatch == "gather" else tokens) * sum(row_bytes(width, slots, per_rank, top_k > 1))

@@ -35,7 +35,7 @@ from ..ir.argument_binding import Binding, Path, flatten_arguments, format_path,
 from ..ir.graphs.block_graph import BlockGraph
 from ..ir.guards.attribute_reads import AttributeLocation
 from ..ir.passed_objects import PassedObject, is_passed, set_name
-from ..ir.shared_memory import find_written_inputs, share_memory
+from ..ir.shared_memory import find_overlap, find_written_inputs
 from ..matching.results.match_result import Match
 from ..passes.pass_manager import PassManager
 from ..passes.rewrite import DialectGraph, Placeholders
@@ -124,16 +124,15 @@ def rewrite_block(
 def _refuse_shared_memory(dialect_graph: DialectGraph, paths: list[Path], args: tuple, kwargs: dict[str, Any]) -> None:
     """Refuse an example in which an argument shares memory with one that the block writes to: every call may be so."""
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-    for i in find_written_inputs(dialect_graph.graph):
-        for j, other in enumerate(tensors):
-            if j != i and share_memory(tensors[i], other):
-                written, name = format_path(paths[i]), format_path(paths[j])
-                raise Refused(
-                    f"the block writes to its argument {written}, which shares memory with {name}: whether {name} "
-                    "changes, too, differs between calls",
-                    culprits=(written, name),
-                    remedy=f"pass a copy, {name}.clone(), or compute out of place: {written} = {written} + ...",
-                )
+    arguments = list(zip(paths, tensors, strict=True))
+    if found := find_overlap([arguments[i] for i in find_written_inputs(dialect_graph.graph)], arguments):
+        written, other = found
+        raise Refused(
+            f"the block writes to its argument {written}, which shares memory with {other}: whether {other} "
+            "changes, too, differs between calls",
+            culprits=(written, other),
+            remedy=f"pass a copy, {other}.clone(), or compute out of place: {written} = {written} + ...",
+        )
 
 
 def rewrite_with_objects(

@@ -1,13 +1,15 @@
 """Find tensors that share memory with one that a graph writes to.
 
-A graph reads its arguments as they were before the call. The original may read what it has written, through another
-argument: `block(h, h)` after `residual += x`.
+A graph reads the values that its arguments had before the call. The original may read new ones: in `block(h, h)`,
+`residual += x` changes `x`, too.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, fx
+
+from .argument_binding import Leaves, format_path
 
 aten = torch.ops.aten
 
@@ -23,6 +25,12 @@ def find_written_buffers(graph: fx.Graph) -> list[str]:
     """Return the names of the buffers that a graph writes to."""
     written = [n.args[0] for n in graph.nodes if n.target is aten.copy_.default]
     return [n.target for n in written if n.op == "get_attr"]
+
+
+def find_overlap(written: Leaves, others: Leaves) -> tuple[str, str] | None:
+    """Find a tensor that is written to and another one that shares memory with it. Returns their names, or None."""
+    pairs = ((target, other) for target in written for other in others if other is not target)
+    return next(((format_path(a[0]), format_path(b[0])) for a, b in pairs if share_memory(a[1], b[1])), None)
 
 
 def share_memory(a: object, b: object) -> bool:

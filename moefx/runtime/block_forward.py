@@ -216,7 +216,8 @@ class BlockForward:
         installed = self.block_programs.find_traced(call, leaves)
         if installed is None:
             return None, "a guard of its programs failed"
-        if installed.program.written_inputs and len(installed.program.leaf_indices) > 1:
+        num_tensors = len(installed.program.leaf_indices) - len(installed.program.objects)
+        if installed.program.written_inputs and num_tensors > 1:
             return None, "it writes to an argument, and a compiler does not show whether another one shares its memory"
         return installed, ""
 

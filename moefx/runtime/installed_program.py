@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..ir.argument_binding import Leaves, format_path
+from ..ir.argument_binding import Leaves
 from ..ir.guards.attribute_reads import AttributeLocation, find_owner, read_value
 from ..ir.guards.stored_values import StoredForward, belongs_to_block, snapshot
-from ..ir.shared_memory import share_memory
+from ..ir.shared_memory import find_overlap
 from .change_detection import AbsorbedModules, ReadAttributes
 from .program import Program
 
@@ -28,8 +28,8 @@ class InstalledProgram:
         self.attributes = ReadAttributes(block, values)
         self.code = StoredForward(block)
         self.kinds = {name: _read_kind(block, name) for name in program.read_names}
-        buffers = program.written_buffers if not program.written_inputs else program.read_names
-        self._buffers = tuple(name for name in buffers if _is_buffer(_read_value(block, name)))
+        compared = program.read_names if program.written_inputs else program.written_buffers
+        self._buffers = tuple(name for name in compared if _is_buffer(_read_value(block, name)))
         self.failed = False  # a call failed after a tensor or module was replaced: check kinds from then on
 
     def is_valid(self) -> bool:
@@ -41,21 +41,16 @@ class InstalledProgram:
         )
 
     def find_shared_memory(self, leaves: Leaves) -> str:
-        """Say which tensor shares memory with an argument or buffer that the program writes to; "" if none does.
-
-        The original may read what it has written through the other tensor; the program reads the value before the call.
-        """
+        """Say which tensor shares memory with an argument or buffer that the program writes to; "" if none does."""
         program = self.program
         if not (program.written_inputs or program.written_buffers):
             return ""
         arguments: Leaves = [leaves[i] for i in program.leaf_indices]
         buffers: Leaves = [((name,), _read_value(self.absorbed.block, name)) for name in self._buffers]
-        written = [(arguments[i], [*arguments, *buffers]) for i in program.written_inputs]
-        written += [(buffer, arguments) for buffer in buffers if buffer[0][0] in program.written_buffers]
-        for target, others in written:
-            for other in others:
-                if other is not target and share_memory(target[1], other[1]):
-                    return f"it writes to {format_path(target[0])}, which shares memory with {format_path(other[0])}"
+        written_buffers = [buffer for buffer in buffers if buffer[0][0] in program.written_buffers]
+        found = find_overlap([arguments[i] for i in program.written_inputs], [*arguments, *buffers])
+        if found := found or find_overlap(written_buffers, arguments):
+            return f"it writes to {found[0]}, which shares memory with {found[1]}"
         return ""
 
     def find_replaced(self) -> str:
