@@ -25,6 +25,8 @@ from ..util.single_thread import use_one_thread
 from .block_compiler import BlockRewrite
 
 _SMALL_PARAMETER = 1 << 14  # elements
+_CROWD_TOKENS = 521  # more than the proof used
+_TRAINING_TOKENS = 8192  # of a call whose kernels are compiled before the first step
 
 
 class Outcome(enum.Enum):
@@ -62,7 +64,7 @@ def check_numerically(block: nn.Module, result: BlockRewrite, name: str, seconds
 def _run_numeric_check(block: nn.Module, result: BlockRewrite, name: str, seconds: float) -> NumericCheck:
     """Compare block and rewrite on random arguments, without effects on the block or the random state."""
     args, kwargs = _make_random_arguments(block, result)
-    crowded_arguments = _make_random_arguments(block, result, crowd=True) if _is_small(block) else None
+    crowded_arguments = _make_many_tokens(block, result, _CROWD_TOKENS, similar=True) if _is_small(block) else None
     fn, joined_fn = result.graph.compile(), result.graph.compile(join=True)
     bind_placeholders = _make_placeholder_binder(block, result)
 
@@ -79,7 +81,7 @@ def _run_numeric_check(block: nn.Module, result: BlockRewrite, name: str, second
             keep_outside_state(block),
             patch_skipped_calls(block, result.skipped),
         ):
-            _compile_kernels(block, run_program, (args, kwargs))
+            _compile_kernels(block, result, run_program, (args, kwargs))
             check = check_block(
                 block, run_program, args, kwargs,
                 joined=None if joined_fn is fn else run_joined, name=name, crowd=crowded_arguments, seconds=seconds,
@@ -99,13 +101,18 @@ def _run_numeric_check(block: nn.Module, result: BlockRewrite, name: str, second
     return NumericCheck(Outcome.AGREES, text)
 
 
-def _compile_kernels(block: nn.Module, program: Call, inputs: Inputs) -> None:
-    """Compile the kernels of a program together, on a GPU: its first run compiles them one after the other."""
+def _compile_kernels(block: nn.Module, result: BlockRewrite, program: Call, few_tokens: Inputs) -> None:
+    """Compile the kernels of a program together, on a GPU: its first runs compile them one after the other.
+
+    Kernels differ between numbers of tokens, so these are the kernels of the check and those of a usual training step.
+    """
     if find_device(block).type != "cuda":
         return
-    with op_providers.compile_ahead() as is_useful, contextlib.suppress(Exception):  # the check reports its errors
-        if is_useful:
-            execute(make_sandbox(block, Casts(None)), inputs, RunOptions(), call=program)
+    with op_providers.compile_ahead() as is_useful:
+        for inputs in (few_tokens, _make_many_tokens(block, result, _TRAINING_TOKENS)) if is_useful else ():
+            with contextlib.suppress(Exception):  # the check reports its errors; many tokens may not fit in memory
+                if inputs is not None:
+                    execute(make_sandbox(block, Casts(None)), inputs, RunOptions(), call=program)
 
 
 def find_nonfinite(block: nn.Module) -> tuple[str, str] | None:
@@ -131,22 +138,29 @@ def _is_small(block: nn.Module) -> bool:
     return sum(p.numel() for p in block.parameters()) <= 1 << 24
 
 
-def _make_random_arguments(block: nn.Module, result: BlockRewrite, crowd: bool = False) -> Any:
-    """Make random arguments for the numeric check: a few tokens, on the device of the weights.
+def _make_random_arguments(block: nn.Module, result: BlockRewrite) -> Inputs:
+    """Make random arguments for the numeric check: a few tokens, on the device of the weights."""
+    arguments, guards = result.match.arguments, result.match.guards
+    candidate_sizes = [arguments.choose_sizes(tokens) for tokens in (24, 12, 48, 6, 96)] + result.match.sizes
+    return _fill_arguments(
+        block, result, next((s for s in candidate_sizes if all(g.holds(s) for g in guards)), candidate_sizes[0])
+    )
+
+
+def _make_many_tokens(block: nn.Module, result: BlockRewrite, tokens: int, similar: bool = False) -> Inputs | None:
+    """Make random arguments of at least `tokens` tokens. Returns None if the rewrite does not hold for so many.
 
     Args:
-        crowd: make more tokens than the proof used, and most of them similar, so that some experts get hundreds.
-            Returns None if the rewrite does not hold for that number of tokens.
+        similar: make most tokens similar, so that some experts get hundreds.
     """
-    arguments, guards = result.match.arguments, result.match.guards
-    device = find_device(block)
-    if crowd:
-        candidate_sizes = [find_sequence(arguments, guards, 521)]
-    else:
-        candidate_sizes = [arguments.choose_sizes(tokens) for tokens in (24, 12, 48, 6, 96)] + result.match.sizes
-    sizes = next((s for s in candidate_sizes if all(g.holds(s) for g in guards)), None if crowd else candidate_sizes[0])
-    if sizes is None:
+    sizes = find_sequence(result.match.arguments, result.match.guards, tokens)
+    if not all(guard.holds(sizes) for guard in result.match.guards):
         return None
+    return _fill_arguments(block, result, sizes, similar)
+
+
+def _fill_arguments(block: nn.Module, result: BlockRewrite, sizes: dict[str, int], similar: bool = False) -> Inputs:
+    arguments, device = result.match.arguments, find_device(block)
     args, kwargs = arguments.build_call(sizes)
     generator = torch.Generator().manual_seed(0)
 
@@ -154,7 +168,7 @@ def _make_random_arguments(block: nn.Module, result: BlockRewrite, crowd: bool =
         if not t.is_floating_point():
             return t.to(device)
         value = torch.randn(t.shape, generator=generator, dtype=torch.float32)
-        if crowd and t.dim() > arguments.feature:
+        if similar and t.dim() > arguments.feature:
             value = _concentrate_rows(value.movedim(arguments.feature, -1)).movedim(-1, arguments.feature)
         return value.to(device, t.dtype).requires_grad_()
 
