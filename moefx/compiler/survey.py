@@ -69,6 +69,7 @@ def _prove_candidates(
 ) -> tuple[list[MatchedBlock], list[Refusal]]:
     """Prove the modules around each selection: those with expert-like parameters and the smaller ones first, at most
     two per selection. Modules that receive an expert index come last, because a block should contain its router.
+    Modules that only pass their arguments on to a refused one are left out: their proof is the same.
     """
     modules = dict(model.named_modules())
     selections_of: dict[str, list[int]] = {}
@@ -83,6 +84,8 @@ def _prove_candidates(
             i for i in selections_of[name] if len(refusals[i]) < 2 or _receives_expert_index(name, candidates)
         ]
         if not open_selections or _overlaps(name, rewritten_names):
+            continue
+        if _passes_to_refused(name, {r.name for i in open_selections for r in refusals[i]}, candidates):
             continue
         try:
             proven = prove_equal_modules(name, modules, candidates, plan)
@@ -109,6 +112,11 @@ def _priority(name: str, modules: dict[str, nn.Module], candidates: BlockCandida
     inside = f"{name}." if name else ""
     expert_like = name in candidates.structural or any(s.startswith(inside) for s in candidates.structural)
     return not expert_like, _receives_expert_index(name, candidates), sum(p.numel() for p in modules[name].parameters())
+
+
+def _passes_to_refused(name: str, refused_names: set[str], candidates: BlockCandidates) -> bool:
+    outer, calls = candidates.calls.get(name), candidates.calls
+    return outer is not None and any(calls[inner].is_passed_on_by(outer) for inner in refused_names if inner in calls)
 
 
 def _receives_expert_index(name: str, candidates: BlockCandidates) -> bool:

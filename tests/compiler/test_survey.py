@@ -10,6 +10,7 @@ from torch import nn
 
 import moefx
 from moefx import Plan
+from moefx.compiler import survey
 from moefx.compiler.survey import survey_model
 from moefx.compiler.survey_result import Refusal
 
@@ -130,6 +131,40 @@ def test_progress_names_modules(monkeypatch):
         monkeypatch.setattr(f"moefx.compiler.{module}.announce", announced.append)
     survey_model(Model(Layer()), (torch.zeros(5, D),), Plan())
     assert announced == ["running Model on abstract tensors", "proving layers.0"]
+
+
+class AddsUp(Loop):
+    """Let experts add up their rows: a row depends on others."""
+
+    def expert(self, e, x, w):
+        return super().expert(e, x, w).cumsum(0)
+
+
+class Wrapper(nn.Module):
+    def __init__(self, change=lambda x, out: out):
+        super().__init__()
+        self.block, self.change = AddsUp(), change
+
+    def forward(self, x):
+        return self.change(x, self.block(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "proven"),
+    [
+        (nn.Sequential(AddsUp()), ["0"]),
+        (Wrapper(), ["block"]),
+        (nn.Sequential(Wrapper()), ["0.block"]),
+        (Wrapper(lambda x, out: x + out), ["block", ""]),
+        (Wrapper(lambda x, out: (out, x)), ["block", ""]),
+    ],
+)
+def test_a_module_around_a_refused_one_is_proven_if_it_adds_something(model, proven, monkeypatch):
+    names, prove = [], survey.prove_equal_modules
+    monkeypatch.setattr(survey, "prove_equal_modules", lambda name, *rest: names.append(name) or prove(name, *rest))
+    found = survey_model(model, (torch.zeros(5, D),), Plan())
+    assert not found.matched and found.refused[0].name == proven[0]
+    assert names == proven
 
 
 def test_a_refusal_prints_block_reason_line_and_remedy():

@@ -56,6 +56,20 @@ class SurveyedCall:
     inner: list[InnerCall] = dataclasses.field(default_factory=list)
     positions: range = range(0)
 
+    def is_passed_on_by(self, outer: SurveyedCall) -> bool:
+        """Return whether `outer` only passes its arguments to this call and returns its results, as nn.Sequential may.
+
+        The two modules then compute the same.
+        """
+        own_values, outer_values = (pytree.tree_leaves((call.args, call.kwargs)) for call in (self, outer))
+        return (
+            bool(self.positions)
+            and self.positions == outer.positions
+            and self.outputs == outer.outputs
+            and len(own_values) == len(outer_values)
+            and all(a is b for a, b in zip(own_values, outer_values, strict=True))
+        )
+
 
 @dataclasses.dataclass
 class BlockCandidates:
@@ -213,7 +227,9 @@ class _SearchRun:
             self._note_objects(args, kwargs)
             if name == "":
                 call = self.calls.setdefault("", SurveyedCall("", args, kwargs))
-                return self._run_inside(tracer, call, original, module, args, kwargs)
+                out = self._run_inside(tracer, call, original, module, args, kwargs)
+                call.outputs = _find_nodes(tracer, out)
+                return out
             leaves = [_describe_argument(x) for x in pytree.tree_leaves((args, kwargs))]
             key = (self.signatures[id(module)], tuple(leaves))
             call = SurveyedCall(name, args, kwargs, _find_nodes(tracer, (args, kwargs)))
