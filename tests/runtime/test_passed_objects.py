@@ -750,3 +750,26 @@ class CopiesCache(Layer):
 def test_refuses_a_copied_cache():
     with pytest.raises(moefx.NoMoEBlockFound, match=r"a tensor of .* comes from another call, or a submodule"):
         moefx.compile(CopiesCache(), example_inputs=(draw_hidden(), DictCache()))
+
+
+class Halving(Layer):
+    """Layer that writes to its only tensor."""
+
+    def forward(self, x, cache=None, mask=None):
+        x *= 0.5
+        return super().forward(x, cache, mask)
+
+
+def test_a_traced_call_counts_tensors_without_passed_objects():
+    """Dynamo does not show shared memory, which matters only if two arguments are tensors."""
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph.code)
+        return graph
+
+    layer, x = Halving(), torch.randn(2, 4, DIM)
+    compiled = moefx.compile(layer, (x.clone(), LibraryCache()), plan=moefx.Plan(validation="symbolic"))
+    out = torch.compile(compiled, backend=backend)(x.clone(), LibraryCache())
+    torch.testing.assert_close(out, layer(x.clone(), LibraryCache()))
+    assert any("moefx" in code for code in graphs)
