@@ -65,6 +65,7 @@ class CachedMeta(TypedDict, total=False):
     depends_on_floats: bool
     from_arguments: bool
     from_call: bool
+    from_choices: bool
     from_floats: bool
     from_state: bool
     gathered: bool
@@ -72,7 +73,6 @@ class CachedMeta(TypedDict, total=False):
     has_gradients: bool
     leaves: frozenset[Any]
     narrow: bool
-    of_choices: bool
     of_rows: bool
     of_tokens: bool
     routed: bool

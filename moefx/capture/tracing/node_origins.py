@@ -77,7 +77,10 @@ def is_nan_check(node: fx.Node) -> bool:
 
 
 def hash_computation(target: Any, args: Any, kwargs: Any) -> int:
-    """Hash an op with its arguments: equal for ops that repeat one computation on equal inputs."""
+    """Hash an op with its arguments: equal for ops of one capture that repeat a computation on the same inputs.
+
+    `token_functions.hash_without_sizes` compares nodes of captures with other sizes instead.
+    """
 
     def combine(n: fx.Node, _: list[Any]) -> int:
         is_input = n.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())

@@ -164,8 +164,6 @@ def follows_from_state(node: fx.Node) -> bool:
 
 
 # ---- dependences of integers. Each function counts other values as sources, and ends its search at other ops.
-# `token_functions.follows_from_choices` is one more: its sources are abstract floats and arguments, but no float that a
-# capture computes from integers.
 def depends_on_routing(node: Any) -> bool:
     """Return whether an integer depends on floats or arguments, so that another routing may change it.
 
@@ -176,6 +174,13 @@ def depends_on_routing(node: Any) -> bool:
         return n.op == "placeholder" or isinstance(n.meta.get("val"), FakeTensor)
 
     return isinstance(node, fx.Node) and _fold_dependence(node, "routed", is_source)
+
+
+def depends_on_choices(node: fx.Node) -> bool:
+    """Return whether a value depends on abstract floats or arguments: unlike in `depends_on_routing`, floats that a
+    capture computes from integers do not count.
+    """
+    return _fold_dependence(node, "from_choices", lambda n: n.op == "placeholder" or is_abstract(n))
 
 
 def depends_on_floats(node: fx.Node) -> bool:

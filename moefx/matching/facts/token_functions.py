@@ -22,7 +22,7 @@ from ...capture.tracing.op_sets import CONTRACTIONS, SHAPE_ONLY
 from ...ir.ancestors import fold_ancestors
 from ...ir.node_values import get_argument, get_op_name
 from ...util.tensor_trees import is_float
-from .graph_nodes import is_random, is_state
+from .graph_nodes import depends_on_choices, is_random, is_state
 from .integer_ranges import MAX_OTHER_SIZE
 from .op_classes import (
     CONTRACTIONS_OF_ROWS,
@@ -70,7 +70,7 @@ def is_token_function(capture: Capture, node: fx.Node) -> bool:
             may_count = is_made and n.meta["of_sizes"] and find_token_axes(n)
             return not may_count or len(capture.concrete_value(n).unique()) < 2  # no `arange(T)`
         if name in LOOKUPS:
-            return are[0] and (all(are) or follows_from_choices(n.all_input_nodes[0]))
+            return are[0] and (all(are) or depends_on_choices(n.all_input_nodes[0]))
         if not all(are) or is_random(n):
             return False
         if name in INDEXED_WRITES:
@@ -87,20 +87,11 @@ def is_token_function(capture: Capture, node: fx.Node) -> bool:
     return fold_ancestors(node, "of_tokens", is_of_tokens, inputs_of)
 
 
-def follows_from_choices(node: fx.Node) -> bool:
-    """Return whether a value depends on floats of the routing, or on arguments: not on constants alone."""
-
-    def combine(n: fx.Node, are: list[bool]) -> bool:
-        return n.op == "placeholder" or is_abstract(n) or any(are)
-
-    def inputs_of(n: fx.Node) -> list[fx.Node]:
-        return [] if is_abstract(n) or n.target in SHAPE_ONLY else n.all_input_nodes
-
-    return fold_ancestors(node, "of_choices", combine, inputs_of)
-
-
 def hash_without_sizes(node: fx.Node) -> int:
-    """Hash how a node is computed from the routing and from constants: equal in captures of other sizes."""
+    """Hash how a node is computed from the routing and from constants: equal in captures of other sizes.
+
+    `node_origins.hash_computation` compares nodes within one capture instead.
+    """
 
     def combine(n: fx.Node, hashes: list[int]) -> int:
         if n.op == "get_attr":
@@ -134,7 +125,7 @@ def _contracts_in_tokens(n: fx.Node, find_token_axes: _FindAxes) -> bool:
         letters = inputs.split(",")
         if "." in inputs or not arrow or len(letters) != len(operands):
             return False
-        routed = [(labels, a) for labels, a in zip(letters, operands, strict=True) if follows_from_choices(a)]
+        routed = [(labels, a) for labels, a in zip(letters, operands, strict=True) if depends_on_choices(a)]
         return all(labels[axis] in output for labels, a in routed for axis in find_token_axes(a))
     if name not in _PRODUCTS_OF_ROWS:
         return False

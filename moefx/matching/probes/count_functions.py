@@ -30,6 +30,7 @@ from ..facts.count_limits import REACHED, Limit, OpSite, find_limits
 from ..facts.graph_nodes import (
     SELECTION_DIMS,
     depends_on_arguments,
+    depends_on_choices,
     depends_on_routing,
     find_extremes,
     find_lookups,
@@ -49,7 +50,7 @@ from ..facts.op_classes import (
     VIEWS,
 )
 from ..facts.range_arithmetic import UNBOUNDED
-from ..facts.token_functions import follows_from_choices, hash_without_sizes, is_token_function
+from ..facts.token_functions import hash_without_sizes, is_token_function
 from ..interventions.forced_outcome import ForcedStep, OutcomeKind, force_outcome
 from ..interventions.idle_branches import is_chosen_test
 
@@ -288,7 +289,7 @@ def _is_made_of_choices(capture: Capture, n: fx.Node, by: fx.Node) -> bool:
     return (
         capture.sizes.tokens > MAX_OTHER_SIZE
         and isinstance(n.meta.get("val"), torch.Tensor)
-        and follows_from_choices(n)
+        and depends_on_choices(n)
         and not depends_on_arguments(n)
         and not any(map(is_abstract, by.all_input_nodes))
         and is_token_function(capture, n)

@@ -28,9 +28,9 @@ from ...capture.tracing.node_origins import is_abstract
 from ...capture.tracing.op_sets import SHAPE_ONLY
 from ...errors import MoefxError, Refused
 from ..facts.count_limits import OpSite
-from ..facts.graph_nodes import depends_on_arguments, follows_from_integers
+from ..facts.graph_nodes import depends_on_arguments, depends_on_choices, follows_from_integers
 from ..facts.integer_ranges import MAX_OTHER_SIZE
-from ..facts.token_functions import follows_from_choices, hash_without_sizes, is_token_function
+from ..facts.token_functions import hash_without_sizes, is_token_function
 from ..interventions.forced_outcome import ForcedStep, OutcomeKind, refuse_change
 from .unreached_limits import MAX_CROWD_TOKENS
 
@@ -189,7 +189,7 @@ def _is_test(capture: Capture, n: fx.Node) -> bool:
     if not follows_from_integers(n) or n.target in SHAPE_ONLY or not n.users:
         return False
     is_asked = val.dtype is torch.bool or any(map(is_abstract, n.users))
-    return is_asked and follows_from_choices(n) and not depends_on_arguments(n) and is_token_function(capture, n)
+    return is_asked and depends_on_choices(n) and not depends_on_arguments(n) and is_token_function(capture, n)
 
 
 __all__ = ["combine_choices"]
