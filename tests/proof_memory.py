@@ -99,7 +99,8 @@ def _holds_for(proof: _Proof, module: nn.Module, names: dict[AttributeLocation, 
 def _make_key(module: nn.Module, call: SurveyedCall, candidates: BlockCandidates, plan: moefx.Plan) -> tuple | None:
     """Return the inputs of a proof besides attributes and globals, or None if some cannot be compared."""
     arguments, structure = pytree.tree_flatten((call.args, call.kwargs))
-    if candidates.objects or not all(map(_is_comparable, arguments)):
+    passes_objects = candidates.skip_calls(call) is not None  # calls of other modules may get some
+    if passes_objects or not all(map(_is_comparable, arguments)):
         return None
     classes = dict.fromkeys(cls for m in module.modules() for cls in type(m).__mro__)
     defined = [cls for cls in classes if not cls.__module__.startswith(("torch.", "builtins"))]

@@ -55,6 +55,29 @@ def test_an_equal_block_is_proven_once(_proofs):
     assert first.keys() == second.keys()  # comparing blocks adds no attributes to the result
 
 
+class Logging(nn.Module):
+    def forward(self, x, log):
+        log.append(x)
+        return x * 2
+
+
+class WithLog(nn.Module):
+    """Pass a list to a module beside the block."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.moe = Logging(), Loop(Gated)
+
+    def forward(self, x):
+        return self.moe(self.first(x, []))
+
+
+def test_objects_of_other_modules_do_not_prevent_a_reuse(_proofs):
+    for model in (WithLog(), WithLog()):
+        compile_model(model)
+    assert _proofs == ["moe"]
+
+
 def test_a_block_that_differs_is_proven(_proofs, monkeypatch):
     def frozen() -> nn.Module:
         model = Loop(Gated)

@@ -27,8 +27,8 @@ from moefx.integrations.sharded_state import load_model, save_model
 from moefx.integrations.spread_training import check_trainable
 
 from . import parallelize_cases
+from .models import VOCAB, build_causal_model
 from .parallelize_cases import PLAN, check_raises, compute_loss, draw_batch, make_mesh, parallelize_model
-from .pipeline_transformers_cases import VOCAB, build_model
 from .pipeline_transformers_cases import build as build_pipeline
 from .state_cases import check_equal, create_shared_folder
 
@@ -104,7 +104,7 @@ def train_in_one_process(
     optimizer_class: Any = torch.optim.AdamW, **options: float
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Train on the batches of all ranks and micro-batches at once. Returns losses, norms and parameters."""
-    model, rows, losses, norms = build_model(layers=1), Rows(), [], []
+    model, rows, losses, norms = build_causal_model(layers=1), Rows(), [], []
     optimizer = optimizer_class(model.parameters(), **(options or dict(lr=RATE, weight_decay=0.1)))
     for step in range(STEPS):
         size = len(rows) // STEPS
@@ -123,7 +123,7 @@ def train_in_one_process(
 def spread_model(sizes: dict[str, int], options: dict[str, Any] | None = None, model: Any = None) -> Any:
     mesh = make_mesh(**sizes)
     example = {"input_ids": torch.zeros(2, LENGTH, dtype=torch.long)}
-    model = moefx.compile(model or build_model(layers=1), mesh=mesh, plan=PLAN, example_inputs=example)
+    model = moefx.compile(model or build_causal_model(layers=1), mesh=mesh, plan=PLAN, example_inputs=example)
     model.loss_function = average_losses
     return model if options is None else moefx.parallelize(model, mesh, **options)
 
@@ -191,7 +191,7 @@ def case_auxiliary_losses_of_ranks_add_up() -> None:
     batch = stack([Rows()[index] for index in range(num_parts * BATCH)])
 
     def build() -> Any:
-        return build_model(layers=1, output_router_logits=True, router_aux_loss_coef=factor)
+        return build_causal_model(layers=1, output_router_logits=True, router_aux_loss_coef=factor)
 
     def train_original(rows: int, scale: float) -> dict[str, Tensor]:
         """Train one step with the sum of auxiliary losses, each of some rows of the batch, times a scale."""
@@ -218,7 +218,7 @@ def case_smoothed_labels_are_shifted() -> None:
     """Trainer decides by the name of a class whether a label smoother shifts labels, and FSDP changes the name."""
     batch = stack([Rows()[index] for index in range(4 * BATCH)])
     loss = F.cross_entropy(
-        build_model(layers=1)(batch["input_ids"]).logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(),
+        build_causal_model(layers=1)(batch["input_ids"]).logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(),
         label_smoothing=0.1,
     )  # fmt: skip
     for options in ({}, None):
@@ -236,14 +236,14 @@ def case_adapters() -> None:
 
     folder, states = create_shared_folder(), []
     for resumed in (None, f"{folder}/checkpoint-2"):
-        model = get_peft_model(build_model(layers=1), LoraConfig(r=2, target_modules=["q_proj"])).double()
+        model = get_peft_model(build_causal_model(layers=1), LoraConfig(r=2, target_modules=["q_proj"])).double()
         trainer = build_trainer(
             spread_model(dict(dp=2, ep=2), model=model), folder, save_strategy="steps", save_steps=2
         )
         trainer.train(resume_from_checkpoint=resumed)
         states.append(moefx.full_state_dict(trainer.model))
     torch.testing.assert_close(*states, rtol=0, atol=1e-9)
-    original = build_model(layers=1).state_dict()
+    original = build_causal_model(layers=1).state_dict()
     check_equal({n: states[0][f"base_model.model.{n}"] for n in original if "q_proj" not in n},
                 {n: value for n, value in original.items() if "q_proj" not in n})  # fmt: skip
     trainer.model.save_pretrained(f"{folder}/adapter-{dist.get_rank()}", state_dict=states[1])
@@ -365,7 +365,7 @@ def case_plain_libraries_are_refused() -> None:
         for call in (trainer.evaluate, trainer.train):
             check_raises(InvalidInput, "Use moefx.integrations.SpreadTrainer instead", call)
         check_raises(InvalidInput, "moefx.integrations.SpreadAccelerator instead", Accelerator(cpu=True).prepare, model)
-    original = build_trainer(build_model(layers=1), create_shared_folder(), SpreadTrainer, max_steps=1)
+    original = build_trainer(build_causal_model(layers=1), create_shared_folder(), SpreadTrainer, max_steps=1)
     original.train()  # models in one process train as always
     assert isinstance(original.model_wrapped, nn.parallel.DistributedDataParallel)
 
@@ -401,14 +401,14 @@ def case_mistakes() -> None:
     check_raises(InvalidInput, "mixed_precision='fp16'", check_trainable, model, RANKS, "fp16")
     with mock.patch.object(Accelerator, "distributed_type", DistributedType.FSDP):
         check_raises(InvalidInput, "accelerate is set up for FSDP", prepare, model)
-    pipe = build_pipeline(build_model())
+    pipe = build_pipeline(build_causal_model())
     check_raises(InvalidInput, "call pipe.step in a loop", prepare, pipe)
     check_raises(InvalidInput, "call pipe.step in a loop", Accelerator(cpu=True).prepare, pipe)
     model = spread_model(dict(tp=2, ep=2), {})
     check_raises(InvalidInput, "have tokens of their own, and accelerate gives each of 4", prepare, model)
     folder = create_shared_folder()
     if dist.get_rank() == 0:
-        build_model(layers=1).save_pretrained(f"{folder}/checkpoint-1")
+        build_causal_model(layers=1).save_pretrained(f"{folder}/checkpoint-1")
         Path(folder, "checkpoint-1", "optimizer.pt").touch()
         trainer.state.save_to_json(f"{folder}/checkpoint-1/trainer_state.json")
     dist.barrier()

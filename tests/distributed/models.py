@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from torch.distributed.tensor import DTensor
 import moefx
 
 from ..blocks import D, E, Gated, Loop, Mlp, Stacked
+
+VOCAB = 32  # of `build_causal_model`
 
 
 def run_mlp(self, x):
@@ -165,3 +168,15 @@ def check(model: nn.Module, mesh: DeviceMesh, plan: moefx.Plan, x: Tensor | None
     assert seen == set(compiled_parameters)
     assert all(block.fallbacks == 0 for block in moefx.blocks(compiled))
     return compiled
+
+
+def build_causal_model(layers: int = 2, **options: Any) -> Any:
+    """Build a small causal model of transformers, in float64."""
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": layers,
+             "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32, "head_dim": 8,
+             "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}  # fmt: skip
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(**sizes, **options)
+    return AutoModelForCausalLM.from_config(config, experts_implementation="eager").double()

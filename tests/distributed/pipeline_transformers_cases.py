@@ -11,22 +11,12 @@ from torch import Tensor, nn
 import moefx
 from moefx.errors import InvalidInput
 
+from .models import VOCAB, build_causal_model
 from .parallelize_cases import check_raises, make_mesh
 from .pipeline_training_cases import DELAYED
 
 PLAN = moefx.Plan(validation="symbolic")
-VOCAB, LENGTH = 32, 5
-
-
-def build_model(layers: int = 2, **options: Any) -> Any:
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-
-    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": layers,
-             "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32, "head_dim": 8,
-             "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}  # fmt: skip
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(**sizes, **options)
-    return AutoModelForCausalLM.from_config(config, experts_implementation="eager").double()
+LENGTH = 5
 
 
 def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
@@ -67,14 +57,14 @@ def case_gradients_of_a_causal_model() -> None:
     padded = torch.ones(2, 4, LENGTH, dtype=torch.long)
     padded[:, 1, :2] = 0
     positions = torch.tensor([0, 1, 2, 0, 1]).expand(2, 4, LENGTH)
-    model, pipe = build_model(), build(build_model())
+    model, pipe = build_causal_model(), build(build_causal_model())
     for kwargs in ({}, {"attention_mask": padded}, {"position_ids": positions, "use_cache": False}):
         check_gradients(pipe, model, **kwargs)
 
 
 def case_activation_checkpointing() -> None:
     """Enable checkpointing by the model's method, with a schedule that delays gradients of weights."""
-    checkpointed, calls = build_model(layers=4), []
+    checkpointed, calls = build_causal_model(layers=4), []
     getattr(checkpointed, "activation_checkpointing_enable", checkpointed.gradient_checkpointing_enable)()
     for schedule in ("1f1b", *DELAYED[1:2]):
         pipe = build(checkpointed, schedule=schedule)
@@ -82,7 +72,7 @@ def case_activation_checkpointing() -> None:
             for module in stage.modules():
                 if type(module).__name__ == "Qwen3MoeAttention":
                     module.register_forward_hook(lambda *_: calls.append(1))
-        check_gradients(pipe, build_model(layers=4), use_cache=False)
+        check_gradients(pipe, build_causal_model(layers=4), use_cache=False)
         assert len(calls) >= 2 * 2 * 2  # layers, micro-batches, and again in the backward
         calls.clear()
 
@@ -90,11 +80,11 @@ def case_activation_checkpointing() -> None:
 def case_losses_over_several_layers() -> None:
     """Refuse a loss over the router logits of all layers: a stage only has the logits of its layers."""
     text = "asks for a loss of the router logits of all layers"
-    check_raises(InvalidInput, text, build, build_model(output_router_logits=True))
-    pipe, ids = build(build_model()), torch.zeros(2, LENGTH, dtype=torch.long)
+    check_raises(InvalidInput, text, build, build_causal_model(output_router_logits=True))
+    pipe, ids = build(build_causal_model()), torch.zeros(2, LENGTH, dtype=torch.long)
     check_raises(InvalidInput, text, pipe.step, ids, target=ids, output_router_logits=True)
     check_raises(InvalidInput, "the model's output has 'loss'", pipe.step, ids, target=ids, labels=ids)
-    model = build_model()
+    model = build_causal_model()
     text = "loss_fn uses Qwen3MoeForCausalLM of the model"
     loss = lambda logits, labels: model.loss_function(logits, labels, VOCAB)  # noqa: E731
     check_raises(InvalidInput, text, moefx.pipeline, model, make_mesh(pp=2, ep=2), loss_fn=loss, microbatches=2)
@@ -102,4 +92,4 @@ def case_losses_over_several_layers() -> None:
 
 def case_tied_embeddings() -> None:
     text = "model.embed_tokens.weight and lm_head.weight are the same parameter, in stages 0 and 1"
-    check_raises(InvalidInput, text, build, build_model(tie_word_embeddings=True))
+    check_raises(InvalidInput, text, build, build_causal_model(tie_word_embeddings=True))

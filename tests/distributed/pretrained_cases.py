@@ -22,7 +22,7 @@ import moefx
 from moefx.errors import InvalidCheckpoint, MoefxError
 
 from ..blocks import D
-from .models import Model
+from .models import VOCAB, Model, build_causal_model
 from .parallelize_cases import check_raises, make_mesh
 from .pipeline_training_cases import Decoder, draw_batch, find_data_rank
 from .pipeline_training_cases import build as build_pipeline
@@ -199,15 +199,15 @@ def transformers_models() -> None:
     """Loaded on the meta device from the matrices of single experts, and saved so that `from_pretrained` loads them."""
     from transformers import AutoModelForCausalLM
 
-    from .pipeline_transformers_cases import VOCAB, build_model, loss_fn
+    from .pipeline_transformers_cases import loss_fn
 
-    original = build_model()
+    original = build_causal_model()
     for parameter in original.parameters():
         dist.broadcast(parameter.data, 0)
     folder = from_rank_0(lambda path: original.save_pretrained(path, max_shard_size="10KB"))
     ids = torch.randint(VOCAB, (4, 7), generator=torch.Generator().manual_seed(0))
     for sizes in (dict(ep=4), dict(dp=2, ep=2), dict(pp=2, ep=2)):
-        meta = on_meta(build_model)
+        meta = on_meta(build_causal_model)
         if "pp" in sizes:
             model = moefx.pipeline(meta, make_mesh(**sizes), plan=PLAN, loss_fn=loss_fn, microbatches=2)
         else:
