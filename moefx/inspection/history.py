@@ -130,7 +130,7 @@ class History:
             bytes_per_policy: bytes kept for the backward, by checkpoint policy; drawn as bars.
         """
         body = history_page.build_fragment(self, bytes_per_policy=bytes_per_policy)
-        Path(path).write_text(history_page.build_page(self.name or "model", body))
+        Path(path).write_text(history_page.build_page(self.name or "model", body), encoding="utf-8")
 
     def repro(self, path: str | PathLike[str], *, block: nn.Module | None = None) -> None:
         """Write a Python script that runs the graphs after all passes on random weights and inputs, and compares them.
@@ -138,7 +138,7 @@ class History:
         Args:
             block: the block, if shapes of its parameters are missing in the graphs.
         """
-        Path(path).write_text(repro_script.build_script(self, block))
+        Path(path).write_text(repro_script.build_script(self, block), encoding="utf-8")
 
     def __str__(self) -> str:
         width = max((len(s.pass_name) for s in self.snapshots), default=0)

@@ -1,13 +1,14 @@
 """Page of a history: self-contained, with the changes of each pass marked."""
 
 import dataclasses
+import io
 import re
 import xml.etree.ElementTree as ElementTree
 
 import torch
 
 import moefx
-from moefx.inspection import history_page
+from moefx.inspection import history_page, repro_script
 
 from .histories import Gated, make_history
 from .loops import build_loop
@@ -26,6 +27,16 @@ def test_a_page_is_self_contained(tmp_path):
     # Without HTML's shorthands the page is XML: every element is closed, every text is escaped.
     body = body.replace("<details open>", "<details>")
     ElementTree.fromstring(re.sub(r"(class|colspan)=(\w+)", r'\1="\2"', body))
+
+
+def test_pages_are_utf_8_in_every_locale(tmp_path, monkeypatch):
+    history = dataclasses.replace(make_history(), captured=build_loop(64))
+    monkeypatch.setattr(io, "text_encoding", lambda encoding, *_: encoding or "ascii")  # the locale's, if none is named
+    history.html(tmp_path / "block.html")
+    assert "× 64" in (tmp_path / "block.html").read_text(encoding="utf-8")
+    monkeypatch.setattr(repro_script, "build_script", lambda *_: "größe = 1")
+    history.repro(tmp_path / "repro.py")
+    assert (tmp_path / "repro.py").read_text(encoding="utf-8") == "größe = 1"
 
 
 def test_changes_of_each_pass_are_marked():
