@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 
 from ..comparison.policy import Row
 from ..comparison.routing_tape import RoutingRow
-from ..comparison.sandbox import Inputs
+from ..comparison.sandbox import Inputs, leaves
 from ..errors import InvalidInput, VerificationFailed
 from ..ir.argument_binding import ExampleInputs
 from ..runtime.block_forward import find_rewritten_blocks
@@ -126,10 +128,12 @@ def verify(
         modes: more modes to compare in: "train", "eval", "no_grad", "inference_mode", or two as in "eval+no_grad".
 
     Raises:
-        InvalidInput: a model is on the meta device, the models differ in structure, or the reference rejects the
-            inputs. Over a mesh, every rank must call with the same options, and ranks that share their tokens
-            (`Plan(sequence_axis=...)`) with the same inputs.
+        InvalidInput: an option has an invalid value, a model is on the meta device, the models differ in structure,
+            the reference rejects the inputs, or no gradient passes through `loss`. Over a mesh, every rank must call
+            with the same options, and ranks that share their tokens (`Plan(sequence_axis=...)`) with the same inputs.
     """
+    seeds, token_counts = _check_options(dtype, grads, seeds, loss, token_counts)
+    loss = loss and functools.partial(_compute_loss, loss)
     recipes, parts = _check_models(compiled, reference)
     further_modes, compiled, reference = parse_modes(modes), unwrap_model(compiled), unwrap_model(reference)
     if is_graph(compiled, reference) and any(mode.training is not None for mode in further_modes):
@@ -183,6 +187,58 @@ def verify(
         _select_runnable_parts(parts, recipes), sets, verifier.build_options(seeds[0], grads, loss)
     )
     return _build_report(verifier, rows)
+
+
+def _check_options(
+    dtype: Any, grads: Any, seeds: Any, loss: Any, token_counts: Any
+) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """Check the options of `verify`. Returns the seeds and the token counts.
+
+    Raises:
+        InvalidInput: an option has an invalid value.
+    """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise InvalidInput(f"verify: dtype={dtype!r}: expected a dtype of floating point numbers, or None")
+    if type(grads) is not bool:
+        raise InvalidInput(f"verify: grads={grads!r}: expected True or False")
+    if loss is not None and not callable(loss):
+        raise InvalidInput(f"verify: loss is a {type(loss).__name__}; expected a function loss(output), or None")
+    checked_seeds = _read_integers(seeds, 0, (1 << 32) - 1)
+    if not checked_seeds:
+        raise InvalidInput(
+            f"verify: seeds={seeds!r}: expected numbers from 0 to 2**32 - 1 in a tuple, (0, 1) for example"
+        )
+    counts = () if token_counts is None else _read_integers(token_counts, 1, sys.maxsize)
+    if counts is None:
+        raise InvalidInput(
+            f"verify: token_counts={token_counts!r}: expected numbers of tokens in a tuple, each 1 or more, or None"
+        )
+    return checked_seeds, None if token_counts is None else counts
+
+
+def _compute_loss(loss: Callable[[Any], Tensor], output: Any) -> Tensor:
+    """Return the user's loss of an output.
+
+    Raises:
+        InvalidInput: the loss is no tensor, or no gradient passes through it to the output.
+    """
+    value = loss(output)
+    if not isinstance(value, Tensor):
+        raise InvalidInput(f"verify: loss(output) returned a {type(value).__name__}, expected a tensor")
+    if not value.requires_grad and any(isinstance(t, Tensor) and t.requires_grad for _, t in leaves(output)):
+        raise InvalidInput(
+            "verify: loss(output) returned a tensor that requires no gradient, so there are no gradients to compare: "
+            "compute it from the output without detach() and item(), or pass grads=False"
+        )
+    return value
+
+
+def _read_integers(values: Any, smallest: int, largest: int) -> tuple[int, ...] | None:
+    """Return integers in a tuple; None if an element is no integer or out of range, or if nothing can be iterated."""
+    if not isinstance(values, Iterable):
+        return None
+    integers = tuple(values)
+    return integers if all(type(i) is int and smallest <= i <= largest for i in integers) else None
 
 
 def _check_models(

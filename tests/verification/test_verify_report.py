@@ -228,6 +228,35 @@ def test_calls_without_comparable_inputs_are_refused():
         verify(torch.compile(original), original, (IDS,))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(seeds=()), r"seeds=\(\): expected numbers"), (dict(seeds=3), "seeds=3: expected numbers"),
+        (dict(seeds=(1.5,)), "seeds="), (dict(seeds=(-1,)), "seeds="), (dict(seeds="0"), "seeds="),
+        (dict(token_counts=(0,)), r"token_counts=\(0,\): expected numbers of tokens"),
+        (dict(token_counts=5), "token_counts=5"), (dict(token_counts=(2.5,)), "token_counts="),
+        (dict(dtype="float64"), "dtype='float64': expected a dtype of floating"),
+        (dict(dtype=torch.int32), "dtype=torch.int32"), (dict(dtype=torch.complex64), "dtype=torch.complex64"),
+        (dict(grads=1), "grads=1: expected True or False"), (dict(loss=3), "loss is a int; expected a function"),
+        (dict(loss=lambda out: 3.0), r"loss\(output\) returned a float, expected a tensor"),
+        (dict(loss=lambda out: out["logits"].sum().detach()), "requires no gradient, so there are no gradients"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_wrong_options_are_named(options, message):
+    original, compiled = build_compiled_pair()
+    with pytest.raises(InvalidInput, match=message):
+        verify(compiled, original, (IDS,), **options)
+
+
+def test_options_may_be_generators_and_a_loss_without_gradients():
+    original, compiled = build_compiled_pair()
+    options = dict(seeds=(seed for seed in (0, 1)), token_counts=(count for count in (5,)))
+    report = verify(compiled, original, (IDS,), loss=lambda out: out["logits"].sum().detach(), grads=False, **options)
+    assert report.ok and any("5 tokens" in call for call in report.covered), str(report)
+    assert {row.case for row in report.rows if row.case.endswith("seed 1")}
+
+
 def test_the_report_as_json_has_results_and_rows():
     original, compiled = build_compiled_pair()
     data = json.loads(verify(compiled, original, (IDS,)).to_json())
