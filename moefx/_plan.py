@@ -10,6 +10,13 @@ from .errors import InvalidPlan
 
 _MIN_CAPACITY_FACTOR = 2**-20  # capacities are computed with fractions of denominators up to 2**20
 
+_UNBOUNDED = 2**31
+# names of the sizes in `Plan.layout`, with their values
+_LAYOUT_SIZES = {
+    **dict.fromkeys(("pp", "tp", "ep"), range(1, _UNBOUNDED + 1)), "zero": range(4),
+    "microbatches": range(1, _UNBOUNDED + 1), "recompute": range(2),
+}  # fmt: skip
+
 Checkpoint = Literal["h", "x", "all", "auto"]
 Validation = Literal["symbolic", "numeric", "auto"]
 PlacementOrder = Literal["ep_first", "dp_first"]
@@ -243,6 +250,15 @@ def _parse_layout(layout: Any) -> tuple[tuple[str, int], ...]:
         pairs = ((layout, None),)
     if not all(isinstance(name, str) and type(size) is int for name, size in pairs):
         raise InvalidPlan(f"Plan(layout={layout!r}): expected sizes by name, {{'pp': 2, 'ep': 8}} for example, or None")
+    for name, size in pairs:
+        if name not in _LAYOUT_SIZES:
+            raise InvalidPlan(f"Plan(layout={layout!r}): no size {name!r}; there is {', '.join(_LAYOUT_SIZES)}")
+        if size not in _LAYOUT_SIZES[name]:
+            largest = _LAYOUT_SIZES[name].stop - 1
+            expected = f"{_LAYOUT_SIZES[name].start}" + (" or more" if largest >= _UNBOUNDED else f" to {largest}")
+            raise InvalidPlan(f"Plan(layout={layout!r}): {name}={size}, expected {expected}")
+    if len(dict(pairs)) < len(pairs):
+        raise InvalidPlan(f"Plan(layout={layout!r}): names a size twice")
     return pairs
 
 

@@ -114,10 +114,29 @@ def test_layout_is_a_field():
 
 
 @pytest.mark.parametrize(
+    ("layout", "text"),
+    [
+        ({"epp": 4}, "no size 'epp'; there is pp, tp, ep, zero, microbatches, recompute"),
+        ({"ep": 0}, "ep=0, expected 1 or more"),
+        ({"pp": -1}, "pp=-1, expected 1 or more"),
+        ({"microbatches": 0}, "microbatches=0, expected 1 or more"),
+        ({"zero": 4}, "zero=4, expected 0 to 3"),
+        ({"recompute": -1}, "recompute=-1, expected 0 to 1"),
+        ((("pp", 1), ("pp", 2)), "names a size twice"),
+    ],
+    ids=str,
+)
+def test_sizes_that_no_layout_has_raise(layout, text):
+    with pytest.raises(InvalidPlan, match=text):
+        Plan(layout=layout)
+
+
+@pytest.mark.parametrize(
     ("changes", "mesh", "text"),
     [
         (dict(ep=1), make_mesh(dp=4), "experts on every rank"),
         (dict(ep=1), None, "2 pipeline stages, and compile does not split a model"),
+        (dict(pp=1), None, "spreads the experts over 4 ranks, and there is no mesh"),
         (dict(), make_mesh(ep=4, tp=2), r"pp=2 \(1 in the mesh\)"),
         (dict(), make_mesh(pp=2, ep=4), r"tp=2 \(1 in the mesh\)"),
         (dict(), make_mesh(pp=4, ep=4, tp=2), r"pp=2 \(4 in the mesh\)"),

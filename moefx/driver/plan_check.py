@@ -121,8 +121,8 @@ def check_layout(plan: Plan, mesh: Any) -> None:
     `plan.layout` are not checked.
 
     Raises:
-        InvalidPlan: the mesh has other sizes than the layout; the layout has pipeline stages without a mesh; or it
-            counts on tensor parallelism, ZeRO, micro-batches or recomputed layers.
+        InvalidPlan: the mesh has other sizes than the layout; the layout has pipeline stages or spreads experts without
+            a mesh; or it counts on tensor parallelism, ZeRO, micro-batches or recomputed layers.
     """
     if plan.layout is None:
         return
@@ -139,6 +139,11 @@ def check_layout(plan: Plan, mesh: Any) -> None:
         raise InvalidPlan(
             f"the planner's layout has {stages} pipeline stages, and compile does not split a model: give it "
             f"the module of this rank's stage and {_advise_without(counts, PIPELINE_AXIS)}"
+        )
+    if mesh is None and (ranks := counts.get("ep", 1)) > 1:
+        raise InvalidPlan(
+            f"the planner's layout spreads the experts over {ranks} ranks, and there is no mesh: pass "
+            f"mesh=init_device_mesh(device_type, **entry.mesh), or {_advise_without(counts, 'ep')}"
         )
     if mesh is not None:
         axes = plan.expert_axis if isinstance(plan.expert_axis, tuple) else (plan.expert_axis,)
