@@ -181,10 +181,19 @@ def run_demo(arguments: argparse.Namespace) -> int:
     import torch
 
     from .demo.main import run
+    from .errors import summarize_error
 
     kind = arguments.device.partition(":")[0]
     if kind == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"--device {arguments.device}: torch finds no GPU")
+    if kind == "meta":
+        raise UsageError("--device meta: the demo trains, and a model on the meta device has no weights")
+    try:
+        torch.empty(0, device=arguments.device)
+    except Exception as error:
+        raise UsageError(f"--device {arguments.device}: {summarize_error(error)}") from None
+    if not arguments.out.absolute().parent.is_dir() or arguments.out.is_dir():
+        raise UsageError(f"--out {arguments.out}: expected a file in a folder that exists")
     result = run(
         steps=arguments.steps,
         repeats=arguments.repeats,
@@ -202,14 +211,16 @@ def run_explain(arguments: argparse.Namespace) -> int:
     model, inputs = load(arguments.target, "meta" if arguments.meta else None)
     shown = {"trace": arguments.trace, "verbose": arguments.verbose}
     if not arguments.graphs:
-        explanation = moefx.explain(model, inputs, plan=plan, **shown)
-        print(explanation.to_json() if arguments.json else explanation)
-        return 0 if explanation.matched else 1
-    compiled = moefx.compile(model, inputs, plan=plan)
-    explanation = moefx.explain(compiled, **shown)
-    print(explanation.to_json() if arguments.json else explanation)
-    for block in moefx.blocks(compiled):
-        print(f"\n{block.graph}")
+        explanation, graphs = moefx.explain(model, inputs, plan=plan, **shown), {}
+    else:
+        compiled = moefx.compile(model, inputs, plan=plan, strict=False)
+        explanation = moefx.explain(compiled, **shown)
+        graphs = {block.name: str(block.graph) for block in moefx.blocks(compiled)}
+    if arguments.json:
+        text = explanation.to_json()
+        print(json.dumps(json.loads(text) | {"graphs": graphs}) if arguments.graphs else text)
+    else:
+        print("\n\n".join([str(explanation), *graphs.values()]))
     return 0 if explanation.matched else 1
 
 

@@ -133,6 +133,39 @@ def test_wrong_plans_end_with_status_2(user_module, capsys, plan):
     assert "--plan" in capsys.readouterr().err
 
 
+def test_graphs_are_part_of_the_json(user_module, capsys):
+    assert cli.main(["explain", "user_code:experts", "--graphs", "--json"]) == 0
+    explained = json.loads(capsys.readouterr().out)
+    assert explained["matched"] and list(explained["graphs"]) == [""] and "build_pft" in explained["graphs"][""]
+    assert cli.main(["explain", "user_code:experts", "--graphs"]) == 0
+    printed = capsys.readouterr().out
+    assert "experts     E=4, top-2" in printed and "build_pft" in printed
+
+
+def test_a_model_without_experts_is_explained_with_graphs_too(user_module, capsys):
+    assert cli.main(["explain", "user_code:model_and_tensor", "--graphs"]) == 1
+    assert "0 MoE block(s) rewritten, 0 refused" in capsys.readouterr().out
+    assert cli.main(["explain", "user_code:model_and_tensor", "--graphs", "--json"]) == 1
+    explained = json.loads(capsys.readouterr().out)
+    assert not explained["matched"] and explained["graphs"] == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "foo"], "--device foo: RuntimeError: Expected one of cpu"),
+        (["--device", "meta"], "--device meta: the demo trains"),
+        (["--out", "no_such_folder/report.html"], "--out no_such_folder/report.html: expected a file in a folder"),
+        (["--out", "."], "--out .: expected a file"),
+    ],
+    ids=str,
+)
+def test_a_demo_that_cannot_end_does_not_begin(user_module, capsys, arguments, message):
+    assert cli.main(["demo", *arguments]) == 2
+    out, error = capsys.readouterr()
+    assert message in error and not out
+
+
 def test_env_names_versions_and_devices(capsys):
     assert cli.main(["env"]) == 0
     text = capsys.readouterr().out
