@@ -86,7 +86,8 @@ class Block:
         self.forward.record_load(on)
 
     def load(self) -> torch.Tensor | None:
-        """Tokens per expert [E] of the last call, on the device, without host synchronisation; None before it.
+        """Tokens per expert [E] of the last call, on the device, without host synchronisation. None before the first
+        call, and if the last one ran the original forward.
 
         Over a mesh these are this rank's tokens (with a `sequence_axis`: its part of them), and E counts the experts of
         all ranks: the sum over the ranks is the load of all tokens.

@@ -185,6 +185,8 @@ class BlockForward:
         """Run the block as it was before the rewrite."""
         if not torch.compiler.is_compiling():
             self.counts.original += 1
+        if self.block_programs.records_load:
+            self._offsets = ()  # those of an earlier call
         if self.original is not None:
             return self.original(*args, **kwargs)
         return type(self.block).forward(self.block, *args, **kwargs)
@@ -287,7 +289,8 @@ class BlockForward:
         self.block_programs.record_load(on)
 
     def load(self) -> torch.Tensor | None:
-        """Return the tokens per expert in the last call, int32 [E] on the block's device; None before the first call.
+        """Return the tokens per expert in the last call, int32 [E] on the block's device. Return None before the first
+        call, and if the last one ran the original forward.
 
         If the block has several routed groups, E counts the experts of all groups, groups over a mesh first. Over a
         mesh, counts the tokens that this rank routes to experts on any rank. Does not synchronise with the host.

@@ -312,6 +312,11 @@ def test_loads_are_recorded_on_demand():
     ids = block.router(x)[1]
     assert forward.load().tolist() == [(ids == e).sum() for e in range(4)]
     assert copy.deepcopy(block).forward.load() is None
+    with forward.force_graph("original"):
+        block(x)
+    assert forward.load() is None  # no rewritten call is the last one
+    block(x[:2])
+    assert forward.load().sum() == 2 * ids.shape[1]
     forward.record_load(False)
     block(x)
     with pytest.raises(MoefxError, match="off"):
