@@ -161,7 +161,7 @@ def explain(
     model = unwrap_model(target)
     refuse_pipeline(model, "explain")
     record = vars(model).get(RECORD)
-    if record is None and example_inputs is None:
+    if record is None and example_inputs is None and plan is None and mesh is None:
         record = UNCHANGED.get(model) or find_graph_regions(target)[0]
     if record is not None:
         if record.gradients:  # torch.distributed is loaded

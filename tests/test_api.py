@@ -56,6 +56,13 @@ class TestErrors:
         model = Mlp()
         assert moefx.compile(model, example_inputs=EXAMPLE, strict=False) is model
 
+    def test_another_plan_for_an_unchanged_model_is_considered(self):
+        model = Mlp()
+        assert moefx.compile(model, example_inputs=EXAMPLE, strict=False) is model
+        assert moefx.explain(model).seconds == moefx.explain(model).seconds  # the record of that call
+        with pytest.raises(InvalidPlan, match=r"Plan\(chunks=2\) has no effect"):
+            moefx.explain(model, plan=Plan(chunks=2))
+
     @pytest.mark.parametrize("wrong", [(), {"y": 1}, 3, "x"])
     def test_wrong_example_inputs_are_refused(self, reference, wrong):
         with pytest.raises(InvalidInput):
