@@ -153,6 +153,7 @@ class Pipeline(nn.Module):
                 **describe_inputs(*calls[0]),
                 "pipe.training": self.training,
                 "pipe.overlaps_exchanges": self.overlaps_exchanges,
+                "autocast": _describe_autocast(self._device.type),
             }
             if seen != self._scheduled_inputs:
                 boundary = self._find_boundary(calls[0])
@@ -244,6 +245,11 @@ class Pipeline(nn.Module):
             f"schedule={self._order.name!r}, microbatches={self._order.microbatches}, {self._split.layers}: {layers} "
             f"({self.cut_basis}), stages here: {', '.join(map(str, self.stages))}{overlap}"
         )
+
+
+def _describe_autocast(device_type: str) -> str:
+    """Return the dtype of autocast on devices of a type, or "off"."""
+    return str(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else "off"
 
 
 def _list_own_modules(model: nn.Module, stages: list[Stage], split: StageSplit) -> list[tuple[str, nn.Module]]:

@@ -123,6 +123,11 @@ def case_mistakes_after_the_first_step() -> None:
         InvalidInput, "ranks of a pipeline differ in pipe.training: True, False", pipe.evaluate, IDS, target=IDS
     )
     pipe.train()
+    with torch.autocast("cpu", torch.bfloat16, enabled=stage == 1):
+        for call in (pipe.step, pipe.evaluate):
+            text = "ranks of a pipeline differ in autocast: 'off', 'torch.bfloat16'. Pass"
+            check_raises(InvalidInput, text, call, IDS, target=IDS)
+    torch.testing.assert_close(pipe.evaluate(IDS, target=IDS), loss)
     inputs, expected, text = IDS, InvalidInput, "rank 3 failed: ZeroDivisionError"
     if stage and number:
         inputs, expected, text = IDS.as_subclass(Broken), ZeroDivisionError, "broken"
