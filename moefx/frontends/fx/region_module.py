@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from typing import Any
 
@@ -13,6 +14,7 @@ from ...errors import Refused
 from ...ir.argument_binding import Path, Specialization, describe_leaf
 from ...runtime.block_forward import install_forward
 from ...runtime.program import Program
+from ...util.tensor_bytes import view_bytes
 from .generalize import GeneralizedRegion
 from .graph_analysis import GraphAnalysis
 from .node_effects import is_library_call
@@ -21,8 +23,6 @@ from .region_bounds import RegionBounds
 from .region_code import Autocast, Modes, RegionCode, SizeExpression, Step, ValueRef
 from .region_isolation import check_isolation, check_shared_memory, find_removable, is_used_outside
 from .region_names import name_region, name_weights
-
-_MAX_NUMBERS = 1 << 16
 
 
 class Region(nn.Module):
@@ -265,7 +265,7 @@ def _make_weight_key(analysis: GraphAnalysis, n: fx.Node) -> tuple[Any, ...]:
     t = analysis.weights[n]
     numbers: Any = None
     if not t.is_floating_point() and type(t) in (torch.Tensor, nn.Parameter) and not t.is_meta:
-        numbers = tuple(t.detach().cpu().flatten().tolist()) if t.numel() <= _MAX_NUMBERS else id(t)
+        numbers = hashlib.sha256(view_bytes(t)).digest()
     return tuple(map(int, t.shape)), tuple(map(int, t.stride())), t.dtype, numbers, isinstance(t, nn.Parameter)
 
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import pytest
+import torch
 
+import moefx
 from moefx import Plan
 from moefx.capture.sizes.size_guards import SizeGuard
 from moefx.errors import Cause, Refused
 from moefx.frontends.fx import proof_cache
 from moefx.frontends.fx.proof_cache import CachedProof, CachedRefusal
+
+from ...blocks import D, E, H, K, Stacked
 
 
 def test_each_call_raises_an_exception_of_its_own():
@@ -83,3 +87,28 @@ def test_outcomes_of_one_region_are_bounded(prove_for):
     proofs = [prove_for(n) for n in sizes]
     (outcomes,) = proof_cache._proofs.values()
     assert len(sizes) == proof_cache._MAX_OUTCOMES + 1 and list(outcomes) == proofs[1:]
+
+
+class Rotated(Stacked):
+    """Rotates the experts by a number in a long buffer."""
+
+    def __init__(self):
+        super().__init__(lambda block, x: (x @ block.up).relu() @ block.down, up=(D, H), down=(H, D))
+        self.register_buffer("shifts", torch.zeros(70_000, dtype=torch.int64))
+
+    def forward(self, x):
+        w, ids = self.gate(x).softmax(-1).topk(K, -1)
+        ids = (ids + self.shifts[0]) % E
+        dense = self.body(self, x.expand(E, *x.shape)).transpose(0, 1)
+        return (dense.gather(1, ids[..., None].expand(*ids.shape, D)) * w[..., None]).sum(1)
+
+
+def test_a_proof_counts_for_the_integers_that_a_long_buffer_had():
+    """The identity of a tensor says nothing of its values, and a new tensor may have that of one that is gone."""
+    block, x, before = Rotated(), torch.randn(9, D), proof_cache.num_proofs_tried
+    for shift, num_proofs in ((0, 1), (0, 1), (3, 2)):
+        block.shifts.fill_(shift)
+        graph = moefx.rewrite_graph(torch.export.export(block, (x,)).module(), (x,), Plan(validation="symbolic"))
+        assert proof_cache.num_proofs_tried == before + num_proofs
+        assert len(moefx.blocks(graph)) == 1
+        torch.testing.assert_close(graph(x), block(x))
