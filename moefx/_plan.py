@@ -200,7 +200,9 @@ class Plan:
             )
         if not isinstance(self.disable, (tuple, list, set, frozenset)):
             raise InvalidPlan(f"Plan(disable={self.disable!r}): expected names of passes in a tuple")
-        object.__setattr__(self, "disable", tuple(self.disable))
+        is_ordered = isinstance(self.disable, (tuple, list))
+        names = self.disable if is_ordered else sorted(self.disable, key=str)  # ranks compare their plans
+        object.__setattr__(self, "disable", tuple(names))
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

@@ -41,3 +41,9 @@ def test_the_api_page_shows_the_groups():
     rows = re.findall(r"^\| ([^|]+) \| ((?:`\w+`(?:, )?)+) \|$", API_PAGE.read_text(encoding="utf-8"), re.M)
     shown = {title: re.findall(r"\w+", fields) for title, fields in rows}
     assert shown == {title: list(fields) for title, fields in read_groups().items()}
+
+
+def test_a_set_of_passes_has_the_same_order_in_every_process():
+    names = [f"pass{i:02}" for i in range(40)]
+    assert Plan(disable={*names}).disable == Plan(disable=frozenset(names)).disable == tuple(names)
+    assert Plan(disable=[*reversed(names)]).disable == tuple(reversed(names))
