@@ -241,7 +241,6 @@ def test_calls_without_comparable_inputs_are_refused():
         (dict(loss=lambda out: 3.0), r"loss\(output\) returned a float, expected a tensor"),
         (dict(loss=lambda out: out["logits"].sum().detach()), "requires no gradient, so there are no gradients"),
     ],
-    ids=str,
 )  # fmt: skip
 def test_wrong_options_are_named(options, message):
     original, compiled = build_compiled_pair()
