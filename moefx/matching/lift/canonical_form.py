@@ -164,6 +164,11 @@ class CanonicalForm:
         """The sizes of the capture, by dim."""
         return self.capture.sizes.dims
 
+    def list_choices(self) -> torch.Tensor:
+        """Return the choices of each token [T, K], also of a form whose rows are the slots of all tokens."""
+        tokens = self.capture.sizes.tokens
+        return self.ids.reshape(tokens, -1) if len(self.ids) % tokens == 0 else self.ids
+
 
 def count_sequences(capture: Capture, tokens: tuple[int, ...]) -> int:
     """Count the sequences of the hidden states; 0 if these have no sequence axis. The model may fix the length."""

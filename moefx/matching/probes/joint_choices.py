@@ -96,7 +96,7 @@ def combine_choices(proof: ProofView) -> None:
     """
     reference = proof.evidence.reference
     tests = {key: chosen for key, chosen in _learn_tests(proof).items() if chosen.by_slot or chosen.anywhere}
-    slots = _list_choices(reference).shape[1]
+    slots = reference.list_choices().shape[1]
     selections = _combine(list(tests.values())[:_MAX_TESTS], slots, proof.num_experts)
     if not selections:
         return
@@ -133,7 +133,7 @@ def _learn_tests(proof: ProofView) -> dict[_TestKey, _Selection]:
     def learn(form: CanonicalForm) -> None:
         if not form.capture.interventions and MAX_OTHER_SIZE < form.capture.sizes.tokens <= len(form.ids):
             for key, is_passed in _find_outcomes(form, proof.num_experts):
-                passing.setdefault(key, []).extend(_list_choices(form)[is_passed].tolist())
+                passing.setdefault(key, []).extend(form.list_choices()[is_passed].tolist())
 
     for form in proof.evidence.forms:
         learn(form)
@@ -144,12 +144,6 @@ def _learn_tests(proof: ProofView) -> dict[_TestKey, _Selection]:
             with suppress_program_errors(MoefxError):
                 learn(proof.capture_and_lift(Routing("diverse", _SEED), sizes))
     return {key: _find_common(rows) for key, rows in passing.items() if len(rows) >= _MIN_TOKENS}
-
-
-def _list_choices(form: CanonicalForm) -> torch.Tensor:
-    """Return the choices of each token [T, K], also of a form whose rows are the slots of all tokens."""
-    tokens = form.capture.sizes.tokens
-    return form.ids.reshape(tokens, -1) if len(form.ids) % tokens == 0 else form.ids
 
 
 def _find_common(rows: list[list[int]]) -> _Selection:

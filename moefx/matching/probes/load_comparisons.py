@@ -8,8 +8,9 @@ Protects from a comparison that matters for one expert only::
         if len(token) > 9 and e == num_experts - 1:  # both outcomes of the first part were seen, at other experts
             y = y / 2
 
-The probe adds captures with the most uneven and the most even loads. It forces the outcome of a crowd for all experts,
-and if that contradicts the loads, captures enough tokens to crowd each one.
+The probe adds captures with the most uneven and the most even loads, and captures in which each expert has exactly a
+load that Python compares. It forces the outcome of a crowd for all experts, and if that contradicts the loads, captures
+enough tokens to crowd each one.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from ..facts.range_arithmetic import UNBOUNDED
 from ..interventions.forced_outcome import ForcedStep, OutcomeKind, force_outcome, refuse_change, repeat_outcome
 from ..interventions.open_reads import is_unbounded
 from ..lift.lift_refusals import NothingRouted
+from .exact_loads import choose_exact_loads, list_exact_routings
 from .unreached_limits import MAX_CROWD_TOKENS, choose_even_sizes
 
 if TYPE_CHECKING:
@@ -100,6 +102,7 @@ def vary_loads(proof: ProofView) -> None:
         captures = [_add_capture(proof, routing, side, comparisons) for routing in _list_routings(proof)]
         made_captures = [captured for captured in captures if captured is not None]
         comparisons = {**_find_comparisons(proof), **comparisons}
+        _add_exact_loads(proof, side, comparisons)
         outcomes = _find_outcomes(proof, side)
         for comparison in comparisons.values():
             _force_large_load(proof, comparison, made_captures[-1:] + made_captures[:1], outcomes)
@@ -108,6 +111,21 @@ def vary_loads(proof: ProofView) -> None:
     for comparison in comparisons.values():
         _force_large_load(proof, comparison, [first], outcomes)
     _force_all_large(proof, [c for c in comparisons.values() if c.limit is not None], bases)
+
+
+def _add_exact_loads(proof: ProofView, side: _Side, comparisons: dict[_Calls, _LoadComparison]) -> None:
+    """Add captures in which each expert has exactly a load that Python compares.
+
+    Raises:
+        Refused: a capture has another form.
+    """
+    reads = [read for form in proof.evidence.forms for read in form.capture.reads if read.call_stack in comparisons]
+    compared = {(c.op, c.other) for c in map(find_comparison, reads) if c is not None and type(c.other) is int}
+    is_computed = any(c.read.origins for c in comparisons.values())
+    slots = proof.evidence.reference.list_choices().shape[1]
+    for load in choose_exact_loads(compared, is_computed):
+        for routing in list_exact_routings(load, slots, proof.num_experts, math.prod(side.sizes.values())):
+            _add_capture(proof, routing, side, comparisons)
 
 
 def _force_all_large(proof: ProofView, ordered: list[_LoadComparison], bases: list[Capture]) -> None:

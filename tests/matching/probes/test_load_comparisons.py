@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from moefx.errors import Refused
-from moefx.matching.probes import load_comparisons
+from moefx.matching.probes import exact_loads, load_comparisons
 
 from ...blocks import D, Mlp, rewritten
 
@@ -92,6 +92,58 @@ def run_block_of_rows(m, e, t, k):
 def test_a_comparison_that_matters_for_some_expert_is_refused(run):
     with pytest.raises(Refused):
         rewritten(Loads(run=run))
+
+
+def scale_single_last(m, e, t, k):
+    return t, k, 0.5 if t.shape[0] == 1 and e == E - 1 else 1.0
+
+
+def scale_single_last_by_difference(m, e, t, k):
+    return t, k, 0.5 if not t.shape[0] - 1 and e == E - 1 else 1.0
+
+
+def scale_some_loads(m, e, t, k):
+    return t, k, 0.5 if t.shape[0] in (1, 7) and e == 3 else 1.0
+
+
+def scale_unless_single(m, e, t, k):
+    return t, k, 0.5 if t.shape[0] != 1 and e == E - 1 else 1.0
+
+
+@pytest.mark.parametrize(
+    "run",
+    [scale_single_last, scale_single_last_by_difference, scale_some_loads, scale_unless_single],
+    ids=lambda f: f.__name__,
+)
+def test_a_load_that_matters_for_one_of_two_choices_is_refused(run):
+    with pytest.raises(Refused):
+        rewritten(Loads(run=run, k=2))
+
+
+@pytest.mark.parametrize("slots, experts", [(1, 2), (2, 3), (2, 6), (4, 6), (3, 3)])
+@pytest.mark.parametrize("load", [1, 3])
+def test_each_expert_beside_the_crowd_gets_the_load(load, slots, experts):
+    counts = torch.zeros(experts, dtype=torch.int64)
+    routings = [*exact_loads.list_exact_routings(load, slots, experts, tokens=20)]
+    for routing in routings:
+        assert len(routing.selections) == 20
+        assert all(len({*selection}) == slots for selection in routing.selections)
+        loads = torch.bincount(torch.tensor(routing.selections).flatten(), minlength=experts)
+        counts += loads == load
+        assert loads.sum() == 20 * slots
+    assert len(routings) == (2 if experts > slots else 0)
+    assert (counts > 0).sum() == min(experts, 2 * (experts - slots))
+
+
+def test_too_few_tokens_for_a_load_give_no_routing():
+    assert not [*exact_loads.list_exact_routings(5, 1, 12, tokens=20)]
+
+
+def test_loads_next_to_a_limit_are_chosen():
+    assert exact_loads.choose_exact_loads([("gt", 8), ("eq", 1), ("eq", 0.5)], has_computed_numbers=False) == [
+        1, 7, 8, 9
+    ]  # fmt: skip
+    assert exact_loads.choose_exact_loads([("eq", 300)], has_computed_numbers=True) == [1, 2, 3, 4, 300]
 
 
 WEIGHTS = {
