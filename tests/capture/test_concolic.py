@@ -15,7 +15,7 @@ from moefx.capture.concolic import capture_block
 from moefx.capture.environment.code_locations import Source, is_user_file
 from moefx.capture.tracing.capture_result import Capture, Effect
 from moefx.capture.tracing.concrete_routing import Routing
-from moefx.errors import CaptureError
+from moefx.errors import CaptureError, Refused
 
 aten = torch.ops.aten
 
@@ -622,3 +622,24 @@ class TestHooksOfTheModel:
         capture_block(block, (torch.empty(3, 8, device="meta"),), {}, Routing())
         assert not block.installed and not block.router._forward_hooks and not block.seen
         assert list(block.router._forward_pre_hooks) == [before.id]
+
+
+def _compare_items(block, x):
+    rows = x.topk(2).indices.tolist()
+    return x.sum() + sum(e in row for e in range(12) for row in rows)
+
+
+def _wait_for_activation(block, x):
+    while (x := x.cos()).sum().item() != 0:
+        pass
+    return x
+
+
+def test_a_loop_over_the_items_of_a_list_ends():
+    captured = run(Fn(_compare_items), make_meta(64, 12))
+    assert len(captured.reads) > 1024  # more than `_MAX_READS` and `_MAX_READS_PER_TOKEN` allow for new activations
+
+
+def test_a_loop_that_waits_for_an_activation_is_refused():
+    with pytest.raises(Refused, match="a loop compares activations and has not ended after"):
+        run(Fn(_wait_for_activation), make_meta(4, 12))

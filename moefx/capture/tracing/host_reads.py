@@ -32,7 +32,7 @@ from .graph_recorder import DecisionSite
 from .node_origins import find_float_decisions, find_leaf_kinds, follows_from_floats, is_abstract, is_nan_check
 from .op_runner import OpRunner
 
-# Reads of activations at one call site that end a capture: the fixed part, and the part per token.
+# Different activations that one call site reads, and that end a capture: the fixed part, and the part per token.
 _MAX_READS, _MAX_READS_PER_TOKEN = 500, 8
 
 # Forced outcomes. Keys: the call stack of a read; the site of a comparison or a number; the position of an argument.
@@ -59,7 +59,7 @@ class ReadLogger(OpRunner):
         self.emptiness_tests = EmptinessTests()
         self.has_routed_argument = False
         self._num_forced: Counter[tuple[Source, ...]] = Counter()  # reads with a limited forced outcome
-        self._num_activations: Counter[tuple[Source, ...]] = Counter()  # reads of activations
+        self._activations: dict[tuple[Source, ...], set[fx.Node]] = {}  # the values made of activations that are read
 
     # ---------------------------------------------------------------- `RoutedNumberLog`
     def log_comparison(self, number: Any, op: str, other: Any, value: bool) -> bool:
@@ -96,16 +96,20 @@ class ReadLogger(OpRunner):
         """Log a value that Python reads, and return it or the outcome that is forced here."""
         call_stack = find_user_stack()
         if node is not None and (is_abstract(node) or find_float_decisions(node)):
-            self._require_end(call_stack)
+            self._require_end(call_stack, node)
         value = self._force(call_stack, value, comparison)
         self.reads.append(HostRead(call_stack, value, node, comparison, origins))
         return value
 
-    def _require_end(self, call_stack: tuple[Source, ...]) -> None:
-        """Refuse a loop that waits for an activation: abstract floats may never converge."""
-        self._num_activations[call_stack] += 1
+    def _require_end(self, call_stack: tuple[Source, ...], node: fx.Node) -> None:
+        """Refuse a loop that waits for an activation: abstract floats may never converge.
+
+        Such a loop computes a new value in each round. Loops over the items of one list may read them often.
+        """
+        activations = self._activations.setdefault(call_stack, set())
+        activations.add(node)
         reads = _MAX_READS + _MAX_READS_PER_TOKEN * self.sizes.tokens
-        if self._num_activations[call_stack] > reads and call_stack:
+        if len(activations) > reads and call_stack:
             raise Refused(
                 f"a loop compares activations and has not ended after {reads} rounds on abstract numbers: "
                 f"{call_stack[0].text}",
