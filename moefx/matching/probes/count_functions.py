@@ -8,6 +8,7 @@ Protects from functions that change with many tokens::
     weights = weights * (position < 650)[:, None]
     number = chosen[:, 0] * num_experts + chosen[:, 1]  # or chosen.double() @ powers
     weights = weights * (number != 7)[:, None]  # True for the tokens of all captures
+    is_rare = (counts[chosen[:, 0]] == 2) & (torch.arange(len(x)) == 5)  # both occur, but not for one token
 
 The results look like constants. The probe captures again with different numbers in their place, and requires the form
 of the other captures. Comparisons with a known limit belong to `unreached_limits`.
@@ -58,6 +59,8 @@ if TYPE_CHECKING:
     from ..proof.proof_view import ProofView
 
 _LOOKUPS = LOOKUPS | SEARCHES
+_CONNECTIVES = {"bitwise_and", "bitwise_or", "bitwise_xor", "logical_and", "logical_or", "logical_xor", "mul", "where"}
+_BOTH = {0.0, 1.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,15 +79,24 @@ class _Number:
 
 @dataclasses.dataclass
 class _Observation:
-    """What captures show of a number: some of its outcomes, and the extremes of its operands."""
+    """What captures show of a number.
+
+    Attributes:
+        outcomes: some of its outcomes.
+        operands: the extremes of each operand, by its position.
+        is_joint: the operands are tests, and each must vary.
+    """
 
     outcomes: set[Any] = dataclasses.field(default_factory=set)
-    operands: set[float] = dataclasses.field(default_factory=set)
+    operands: dict[int, set[float]] = dataclasses.field(default_factory=dict)
+    is_joint: bool = False
 
     @property
     def is_constant(self) -> bool:
         """Whether there is one outcome although the operands vary."""
-        return len(self.outcomes) == 1 and len(self.operands) > 1
+        if self.is_joint:
+            return len(self.outcomes) == 1 and all(len(seen) > 1 for seen in self.operands.values())
+        return len(self.outcomes) == 1 and len(set().union(*self.operands.values())) > 1
 
 
 def vary_count_functions(proof: ProofView) -> None:
@@ -130,7 +142,8 @@ def _find_constant_numbers(proof: ProofView) -> dict[OpSite, str]:
             )
             is_count_function = not is_limit and (is_statistic or _has_unbounded_operands(form.capture, n, by))
             is_token_number = _tests_positions(n, sizes) or _is_made_of_choices(form.capture, n, by)
-            if not (_is_function_of_elements(n) or is_token_number or is_count_function):
+            is_joint = _joins_tests(n)
+            if not (_is_function_of_elements(n) or is_token_number or is_count_function or is_joint):
                 continue
             if is_chosen_test(n) and _find_outcomes(form.capture, n, by) == {get_op_name(n) in ("gt", "ge", "ne")}:
                 continue
@@ -141,7 +154,10 @@ def _find_constant_numbers(proof: ProofView) -> dict[OpSite, str]:
             if len(observation.outcomes) > 1:
                 continue
             observation.outcomes |= _find_outcomes(form.capture, n, by)
-            observation.operands.update(*[find_extremes(form.capture, a) for a in _find_value_operands(by)])
+            observation.is_joint = is_joint and not is_token_number
+            for i, a in enumerate(_find_value_operands(by)):
+                seen = find_extremes(form.capture, a)
+                observation.operands.setdefault(i, set()).update(_BOTH if is_joint and _joins_tests(a) else seen)
             may_be_decided = depends_on_routing(n) or n.meta["val"].dtype is torch.bool
             if len(observation.outcomes) == 1 and may_be_decided and ranges.is_decided(n):
                 observation.outcomes |= {0, 1}
@@ -275,6 +291,14 @@ def _tests_positions(n: fx.Node, sizes: set[int]) -> bool:
     operands = [(a, v) for a in n.all_input_nodes if isinstance(v := a.meta.get("val"), torch.Tensor)]
     tested = [(a, v) for a, v in operands if not sizes.isdisjoint(v.shape)]
     return bool(tested) and all(v.dtype != torch.bool and a.all_input_nodes for a, v in tested)
+
+
+def _joins_tests(n: fx.Node) -> bool:
+    """Return whether a node combines tests of the routing into one: `is_full & is_first`."""
+    val: Any = n.meta.get("val")
+    if get_op_name(n) not in _CONNECTIVES or not isinstance(val, torch.Tensor) or val.dtype is not torch.bool:
+        return False
+    return depends_on_routing(n) and all(a.meta["val"].dtype is torch.bool for a in n.all_input_nodes)
 
 
 def _is_made_of_choices(capture: Capture, n: fx.Node, by: fx.Node) -> bool:
