@@ -442,6 +442,16 @@ class Chunks(nn.Module):
         return torch.cat([self.moe(part) for part in x.chunk(3)])
 
 
+def add_two_sums(block, x):
+    w, ids = block.route(x)
+    return block.mixed(x, w, ids) + block.mixed(x, w * w, ids)
+
+
+def add_weights(block, x):
+    w, ids = block.route(x)
+    return block.mixed(x, w + w * w, ids)
+
+
 OUTSIDE = nn.Linear(D, D).double()
 IS_WARM = torch.tensor(False)
 PAIRS = {
@@ -452,6 +462,10 @@ PAIRS = {
     r"choose between their results by torch.where": (
         lambda: Block(warm_up_by_a_branch, is_warm=nn.Buffer(IS_WARM)),
         lambda: Block(warm_up_by_where, is_warm=nn.Buffer(IS_WARM)),
+    ),
+    r"applied to it 2 times, for 2 sums.*add up the routing weights": (
+        lambda: Block(add_two_sums),
+        lambda: Block(add_weights),
     ),
     r"compute with dense tensors": (lambda: Block(lambda block, x: block.moe(x.to_sparse().to_dense())), Block.of_moe),
     r"decides whether it runs.*run every expert that has tokens$": (lambda: Block(skip_few), Block.of_moe),

@@ -74,6 +74,18 @@ def _describe(t: Term) -> str:
     return f"{name} of shape {list(t.shape)}" if t.shape else name
 
 
+def _find_origin(t: Term) -> Term:
+    """Return the first tensor of the program or of the state that a term is computed from; numbers if there is none."""
+    stack, numbers = [t], t
+    while stack:
+        term = stack.pop()
+        if not term.operands and term.op not in ("array", "const"):
+            return term
+        numbers = numbers if term.operands else term
+        stack += reversed(term.operands)
+    return numbers
+
+
 class Unifier:
     """Builds the body, tables and values of one group of experts.
 
@@ -224,10 +236,8 @@ class Unifier:
                 source=str(quantised[0].meta["source"]),
                 remedy="keep the weights of experts as floats",
             )
-        base = t
-        while base.operands:
-            base = base.operands[0]
-        origin, source = base.op, ""
+        base, source = _find_origin(t), ""
+        origin = "numbers that the routing decides"
         if base.op == "node":
             node = base.args[0]
             maker = node.args[0] if node.target is operator.getitem else node

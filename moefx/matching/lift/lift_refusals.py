@@ -143,7 +143,8 @@ class UnexplainedIndex:
         """Return the refusal of the first cause that applies."""
         causes = (
             self._explain_one_module, self._explain_one_expert, self._explain_all_experts,
-            self._explain_partial_choices, self._explain_several_gates, self._explain_separate_masks,
+            self._explain_partial_choices, self._explain_several_gates, self._explain_repeated_sums,
+            self._explain_separate_masks,
             self._explain_element_move, self._explain_shared_choices, self._explain_mixed_results,
             self._explain_separate_selections,
         )  # fmt: skip
@@ -248,6 +249,17 @@ class UnexplainedIndex:
             f"the same experts are applied {times} times, with {times} separate selections",
             source=self._source,
             remedy="put each selection and its sum into a module of its own, and share the list of experts",
+        )
+
+    def _explain_repeated_sums(self) -> Refused | None:
+        """Explain that each token adds the results of each of its experts several times."""
+        uses = {n for parts in self.summands for n in Counter(map(self.owners.find_key, parts)).values()}
+        if len(uses) != 1 or (times := uses.pop()) < 2:
+            return None
+        return Refused(
+            f"each token's experts are applied to it {times} times, for {times} sums",
+            source=self._source,
+            remedy="apply them once, and add up the routing weights of the sums: mix(x, w1 + w2, ids)",
         )
 
     def _explain_separate_selections(self) -> Refused | None:
