@@ -141,7 +141,7 @@ def explain(
     Args:
         model: a plain model, a compiled one, or a function of `torch.compile`. It stays as it is.
         example_inputs: as for `compile`.
-        plan: as for `compile`.
+        plan: as for `compile`. A compiled model shows its own plan instead.
         mesh: show how `compile(mesh=mesh)` would spread the experts. Blocks for which it would raise are listed as
             refused. The model keeps its parameters. Collective over the expert axis, as `compile` is: its ranks agree
             on the blocks, make process groups, and measure bandwidths for `Plan(dispatch="auto")`; collective over the
