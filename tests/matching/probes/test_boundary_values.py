@@ -61,7 +61,7 @@ TURNS = {
     "uint8": lambda p, c, i: p.to(torch.uint8) == p,
     "a sum in int8": lambda p, c, i: c.cumsum(0, dtype=torch.int8).gather(1, i) > 0,
 }
-REFUSED = ("a square", "scaled", "float16", "int16")
+REFUSED = ("a square", "scaled", "float16")
 
 
 @pytest.mark.exhaustive  # `test_counts_that_overflow_a_byte` is similar
