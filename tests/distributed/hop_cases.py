@@ -13,8 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import moefx
 import moefx.runtime.ranks.topology
 from moefx.errors import InvalidPlan
-from moefx.ir.expert_placement import TopologyLevel
-from moefx.runtime.ranks.link_costs import Link
 
 from ..blocks import D
 from .launch import sampled
@@ -33,8 +31,6 @@ def make_mesh() -> DeviceMesh:
 
 def case_kinds_of_experts() -> None:
     mesh = make_mesh()
-    if mesh.size() == 8:
-        return
     for plan, kind in sampled(itertools.product(PLANS.values(), ("biased", "every expert", "joined")), 4):
         check(Model(kind, layers=1, num_experts=dist.get_world_size()).double(), mesh, plan.replace(node_size=2))
 
@@ -50,25 +46,10 @@ def case_topologies() -> None:
 def case_ranks_in_another_order() -> None:
     """Order the ranks of the axis differently from their positions."""
     world = dist.get_world_size()
-    if world == 8:
-        return
     orders = (torch.arange(world).flip(0), torch.arange(world).view(2, -1).t().flatten())
     for kind, order, plan in sampled(itertools.product(("gated", "flat"), orders, PLANS.values()), 11):
         mesh, planned = DeviceMesh("cpu", order, mesh_dim_names=("ep",)), plan.replace(node_size=world // 2)
         check(Model(kind, layers=1, num_experts=world).double(), mesh, planned)
-
-
-def case_groups_of_ranks_that_are_not_neighbours() -> None:
-    if dist.get_world_size() < 8:
-        return
-    for names in (("ep", "dp"), ("dp", "ep")):
-        mesh = init_device_mesh("cpu", (4, 2) if names[0] == "ep" else (2, 4), mesh_dim_names=names)
-        for plan in (PLANS["rbd"], PLANS["halo"]):
-            check(
-                Model("gated", layers=1, num_experts=8).double(),
-                mesh,
-                plan.replace(node_size=2 if names[0] == "dp" else 4),
-            )
 
 
 def case_few_tokens() -> None:
@@ -83,8 +64,6 @@ def case_few_tokens() -> None:
 def case_equal_sums() -> None:
     """Return equal bits with every dispatch if all sums are exact, and in repeated runs with any numbers."""
     mesh, world = make_mesh(), dist.get_world_size()
-    if world == 8:
-        return
     model = Model("stacked", layers=1, num_experts=world)
     with torch.no_grad():
         for parameter in model.blocks.parameters():
@@ -104,8 +83,6 @@ def case_equal_sums() -> None:
 def case_chunks() -> None:
     """Exchange tokens in several chunks."""
     mesh, world = make_mesh(), dist.get_world_size()
-    if world == 8:
-        return
     for plan in sampled((moefx.Plan(dispatch="flat"), moefx.Plan(dispatch="dedup"), *PLANS.values()), 2):
         planned = plan.replace(node_size=2, validation="symbolic")
         few = torch.randn(dist.get_rank() % 2, D, dtype=torch.float64)  # some chunks have no token
@@ -126,27 +103,6 @@ def case_auto_picks_the_fastest_dispatch() -> None:
         found = [None] * world
         dist.all_gather_object(found, line)
         assert len(set(found)) == 1, found
-
-
-def case_slow_links_between_racks() -> None:
-    mesh, world = make_mesh(), dist.get_world_size()
-    if world < 8:
-        return
-
-    def link(level: TopologyLevel, device: torch.device) -> Link:
-        return Link(0.0, 1e-6 if level.axis in ("ep", "ep/level1") else 1e-9)
-
-    plan = moefx.Plan(node_size=2, topology_levels=(4,), validation="symbolic")
-    topology = moefx.runtime.ranks.topology
-    # No times are measured, not even of packing: HALO packs less, which would decide a difference of 2 %.
-    for handling, way in ((0.0, "rbd"), (1e-7, "halo")):
-        with (
-            mock.patch.object(topology, "measure_link", link),
-            mock.patch.object(topology, "measure_handling", lambda *_, found=handling: found),
-        ):
-            (line,) = read_expert_lines(check(Model("stacked", layers=1, num_experts=world).double(), mesh, plan))
-        assert "(2 x 2 x 2)" in line, line
-        assert f"its ranks, {way} (auto: predicted" in line, line
 
 
 def case_one_node_needs_no_measurement() -> None:

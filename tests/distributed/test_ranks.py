@@ -150,7 +150,9 @@ def test_exchanges_of_several_hops_equal_one_hop(four_ranks, case):
 
 @pytest.mark.exhaustive  # minutes where eight processes share two cores
 def test_exchanges_of_several_hops_of_eight_ranks_equal_one_hop():
-    launch(8, "tests.distributed.hop_cases")
+    names = ("topologies", "few_tokens", "auto_picks_the_fastest_dispatch", "one_node_needs_no_measurement")
+    launch(8, "tests.distributed.hop_cases", *[f"case_{name}" for name in names], "case_invalid_node_sizes_raise")
+    launch(8, "tests.distributed.rack_cases")
 
 
 @for_each_case("gather_cases")
