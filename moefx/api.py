@@ -146,8 +146,8 @@ def explain(
             refused. The model keeps its parameters. Collective over the expert axis, as `compile` is: its ranks agree
             on the blocks, make process groups, and measure bandwidths for `Plan(dispatch="auto")`; collective over the
             whole mesh if the planner decides. A compiled model says how it was spread, without communication.
-        trace: print the steps of each proof, too: the attempts and the probes that ran, and for a refused block how far
-            each node came that was tried as the routed sum, and each integer tensor that was tried as its expert index.
+        trace: also print the steps of each proof: its attempts and probes. For a refused block, also print the nodes
+            that were tried as the routed sum or as its expert index, and why each failed.
         verbose: print the counters of this process, too: the providers that ran, and how their GEMMs read weights.
 
     Raises:

@@ -1,6 +1,6 @@
-"""Run Triton's kernels in its interpreter on machines without a GPU.
+"""Settings of all tests: Triton's interpreter on machines without a GPU, samples of cases, contracts of ops.
 
-Triton reads the setting at its first import. On a machine with a GPU, only tests that request it tune kernels.
+Triton reads its setting at its first import. On a machine with a GPU, only tests that request it tune kernels.
 """
 
 from __future__ import annotations

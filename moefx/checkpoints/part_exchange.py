@@ -80,7 +80,7 @@ class PartExchange:
         """Return the second names of parameters that any rank has. Collective."""
         return {name: first for tied_of_rank in self.ranks.gather(tied) for name, first in tied_of_rank.items()}
 
-    def check_agreement(self, plan: Any) -> None:
+    def check_same_plan(self, plan: Any) -> None:
         """Check that all ranks have the same plan, which decides on the order of sends and receives. Collective.
 
         Raises:

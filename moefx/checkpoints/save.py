@@ -75,7 +75,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_sha
         names = _choose_names(transformers_model, tensors, tied)
         outputs = _plan_outputs(transformers_model, exchange, names)
         shards = split_into_shards([output.entry for output in outputs.values()], max_bytes)
-    exchange.check_agreement(shards)
+    exchange.check_same_plan(shards)
     with replace_checkpoint(Path(folder), ranks, ENTRY_FILES, is_weights_file) as path:
         with ranks.raise_together():
             if ranks.is_first:

@@ -100,7 +100,7 @@ class Shares:
         """Replace DTensors by their local parts."""
         return dataclasses.replace(run, values={key: to_local(value) for key, value in run.values.items()})
 
-    def check_agreement(self, settings: str) -> None:
+    def check_same_settings(self, settings: str) -> None:
         """Check that all ranks compare the same, so that none waits for the others. Collective.
 
         Args:

@@ -183,7 +183,7 @@ def rewrite_with_objects(
     raise with_stand_ins from None
 
 
-def reapply_checkpoint(block: nn.Module, result: BlockRewrite, plan: Plan) -> BlockRewrite:
+def rerun_from_checkpoint(block: nn.Module, result: BlockRewrite, plan: Plan) -> BlockRewrite:
     """Run the checkpoint pass and the later ones again, with the policy that the planner has decided."""
     pass_names = result.history.passes
     if CHECKPOINT not in pass_names:  # `plan.disable`
@@ -262,6 +262,6 @@ __all__ = [
     "BlockRewrite",
     "find_argument_paths",
     "finish_block",
-    "reapply_checkpoint",
+    "rerun_from_checkpoint",
     "rewrite_block",
 ]

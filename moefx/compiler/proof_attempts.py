@@ -5,11 +5,11 @@ example's own sizes counts as a refusal. The attempts are in stages, from the in
 
 | stage | first attempt | failure of the first | what follows |
 |---|---|---|---|
-| sizes | all sizes | refused, or the program raises | restrictions to the example's outcomes of comparisons with both |
+| sizes | all sizes | refused, or the program raises | the example's outcomes of size comparisons with both |
 | sizes | all sizes | does not hold for the example | restrictions to the other outcomes of failed guards; other sizes |
 | options | the default options | refused | each of `list_other_options` |
 | arguments | the likeliest | refused, `CaptureError` | first axes of 1 as a batch of one |
-| arguments | the likeliest | any other error of the program | the next ones, until one is refused for convolutions |
+| arguments | the likeliest | any other error of the program | the next interpretations, until convolutions refuse one |
 
 If the first attempt fails in another way, the stage ends. A bug of moefx ends all stages. If all attempts of a stage
 fail, its error is:
@@ -168,11 +168,11 @@ def _vary_options(attempt: Attempt) -> Attempts:
 
 def list_other_options(proof: ProofState) -> Iterator[tuple[str, LiftOptions]]:
     """List other interpretations of the program with their names, to try if that of a proof is refused."""
-    if proof.evidence.compares_floats and not proof.options.symbolic:
-        yield "comparisons as parts of activations", LiftOptions(symbolic=True)
+    if proof.evidence.compares_floats and not proof.options.keeps_comparisons:
+        yield "comparisons as parts of activations", LiftOptions(keeps_comparisons=True)
     if proof.evidence.drops_slots:
-        yield "the routed sum after all writes to it", LiftOptions(cut_preference="write")
-        yield "the routed sum at any last node", LiftOptions(cut_preference="any")
+        yield "the routed sum after all writes to it", LiftOptions(cut_preference="last_write")
+        yield "the routed sum at any last node", LiftOptions(cut_preference="last_node")
     is_masked = any(t.example is not None and not t.is_single for t in proof.arguments.tensors)
     capture, width = proof.evidence.diagnosed_capture, proof.arguments.width
     if capture is None or not (is_masked or has_rows_of_padding(capture, width)):
@@ -186,7 +186,7 @@ def _vary_sizes(attempt: Attempt) -> Attempts:
     first = yield attempt
     if first.failed_guards:
         restrictions = tuple(dataclasses.replace(g, value=not g.value) for g in first.failed_guards)
-        options = dataclasses.replace(attempt.options, cut_preference="")
+        options = dataclasses.replace(attempt.options, cut_preference="first")
         for other in (
             attempt.vary(_name_restrictions(restrictions), size_restrictions=restrictions),
             attempt.vary("other sizes", arguments=attempt.arguments.at_other_sizes(), options=options),
@@ -200,9 +200,9 @@ def _vary_sizes(attempt: Attempt) -> Attempts:
     if not restrictions or not (first.refusal or is_raised_by_program(first.error)):
         return first
     refusal = (yield attempt.vary(_name_restrictions(restrictions), size_restrictions=restrictions)).refusal
-    # The captures of the first proof may have taken branches that the example does not.
-    is_telling = refusal and (refusal.cause not in (Cause.NOT_ROUTED, Cause.NO_SIZES) or not first.refusal)
-    return dataclasses.replace(first, error=refusal) if refusal and is_telling else first
+    # Without restrictions, captures may have taken branches that the example does not take.
+    explains_more = refusal and (refusal.cause not in (Cause.NOT_ROUTED, Cause.NO_SIZES) or not first.refusal)
+    return dataclasses.replace(first, error=refusal) if refusal and explains_more else first
 
 
 def _name_restrictions(restrictions: tuple[SizeGuard, ...]) -> str:

@@ -268,7 +268,8 @@ class LazySpecializer:
                 bound.arguments[name] = single_kind[1]
             else:
                 raise Refused(
-                    f"the call has another {name} than the recorded call, and is traced before it was ever run",
+                    f"argument {name} has another type than in example_inputs, and torch.compile traces the call "
+                    "before it ever ran",
                     remedy="run it once in eager mode, before torch.compile traces it",
                 )
         return bound.args, bound.kwargs
@@ -310,12 +311,12 @@ def _check_admits(block: nn.Module, program: Program, args: tuple, kwargs: dict[
     Raises:
         Refused: a guard of the program excludes the call's sizes.
     """
-    index = program.find_failed_guard(
+    guard = program.find_failed_guard(
         block, flatten_arguments(make_signature_binder(block)(*args, **kwargs), program.objects)
     )
-    if index >= 0:
+    if guard is not None:
         raise Refused(
-            f"no proof was found for the sizes of this call, only for {program.guards[index]}",
+            f"no proof was found for the sizes of this call, only for {guard}",
             remedy="compile with example_inputs of these sizes, to read in moefx.explain why their proof fails",
         )
 
@@ -348,7 +349,7 @@ def _admits_call(
     if program.guard is None or args is None:
         return True
     leaves = flatten_arguments(make_signature_binder(block)(*args, **(kwargs or {})), program.objects)
-    return program.find_failed_guard(block, leaves) < 0
+    return program.find_failed_guard(block, leaves) is None
 
 
 def _find_program_of_other_device(block: nn.Module, forward: BlockForward, call: Specialization) -> Program | None:

@@ -23,7 +23,9 @@ from .survey_result import MatchedBlock, Refusal, Survey
 
 
 def survey_model(model: nn.Module, example_inputs: Any, plan: Plan) -> Survey:
-    """Find, prove and rewrite the MoE blocks of a model, in a worker thread. The model itself does not change.
+    """Find, prove and rewrite the MoE blocks of a model, in a worker thread.
+
+    Runs on a copy (`Survey.twin`). A model that cannot be copied is surveyed in place, and restored.
 
     Autocast is off: calls under autocast are proven when they occur.
 

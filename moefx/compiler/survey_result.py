@@ -61,7 +61,7 @@ class MatchedBlock:
         result: the rewrite: proven, after `survey_model`; with all passes, after `finish`.
         attributes_read: attributes that the proof depends on.
         verdict: the result of the numeric check, in words; "" before it.
-        expert_layout: that of the experts over a mesh, None without one.
+        expert_layout: which rank of a mesh holds which experts; None without a mesh.
     """
 
     names: tuple[str, ...]

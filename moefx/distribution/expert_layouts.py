@@ -67,7 +67,7 @@ def share_stash(matched: Sequence[MatchedBlock], axis: ExpertAxis, plan: Plan) -
 
 
 def has_stash(axis: ExpertAxis) -> bool:
-    """Return whether kernels put activations into a stash: on the CPU each call knows the number of its rows."""
+    """Return whether kernels put activations into a stash, as on GPUs. On a CPU each call knows its number of rows."""
     return axis.mesh.device_type != "cpu"
 
 
@@ -133,7 +133,7 @@ def check_owners(model: nn.Module, layouts: dict[str, ExpertLayout], blocks: Seq
             if rows_per_expert and len(parameter) != rows_per_expert * num_experts:
                 raise Refused(
                     f"{join_name(block, name)} holds {len(parameter) // rows_per_expert} experts, "
-                    f"{num_experts} of them in the block",
+                    f"but the block uses {num_experts}",
                     remedy="keep those that are spread over the mesh in a parameter of their own",
                 )
             if parameter.device.type not in (mesh.device_type, "meta"):

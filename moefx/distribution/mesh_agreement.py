@@ -43,7 +43,7 @@ def _check_placement(axis: DeviceMesh, plan: Plan) -> None:
     )
 
 
-def check_agreement(axis: ExpertAxis, plan: Plan, summary: str) -> None:
+def check_same_blocks(axis: ExpertAxis, plan: Plan, summary: str) -> None:
     """Check that all ranks of the axis will run the same exchanges: one round of a few bytes. Collective, also for a
     rank that failed.
 

@@ -25,7 +25,7 @@ from torch import nn
 
 from .._plan import Plan
 from ..compiler.block_checks import check_blocks
-from ..compiler.block_compiler import reapply_checkpoint
+from ..compiler.block_compiler import rerun_from_checkpoint
 from ..compiler.block_report import build_report
 from ..compiler.program_builder import build_program
 from ..compiler.specialization import LazySpecializer
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class AgreedProof:
+class ModelProof:
     """The proof of a model that all ranks agree on.
 
     Attributes:
@@ -77,7 +77,7 @@ class Installation:
     failed_guards: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
-def prove_model(model: nn.Module, example_inputs: Any, plan: Plan, mesh: Any = None) -> AgreedProof:
+def prove_model(model: nn.Module, example_inputs: Any, plan: Plan, mesh: Any = None) -> ModelProof:
     """Run steps 1 to 7: prove, rewrite and check the blocks of a model, with the planner's decision. Over a mesh all
     ranks of the expert axis find the same blocks, or all raise; if the planner decides, all ranks of the mesh.
     Collective over a mesh.
@@ -88,7 +88,7 @@ def prove_model(model: nn.Module, example_inputs: Any, plan: Plan, mesh: Any = N
     """
     survey, decision, axis = None, None, None
     if mesh is not None:
-        from ..distribution.mesh_agreement import check_agreement, find_expert_axis
+        from ..distribution.mesh_agreement import check_same_blocks, find_expert_axis
         from ..distribution.pipeline_stages import check_stages
 
         check_stages(model, mesh)
@@ -102,15 +102,15 @@ def prove_model(model: nn.Module, example_inputs: Any, plan: Plan, mesh: Any = N
         survey = check_blocks(survey, plan)  # step 7
     except Exception as error:
         if axis is not None:
-            check_agreement(axis, plan, f"none, {type(error).__name__}: {error}")
+            check_same_blocks(axis, plan, f"none, {type(error).__name__}: {error}")
         raise
     if axis is not None:
-        check_agreement(axis, plan, _summarize(survey))
-    return AgreedProof(plan, survey, axis, decision)
+        check_same_blocks(axis, plan, _summarize(survey))
+    return ModelProof(plan, survey, axis, decision)
 
 
 def install_programs(
-    model: nn.Module, proven: AgreedProof, compiled: nn.Module, copies: dict[nn.Module, nn.Module]
+    model: nn.Module, proven: ModelProof, compiled: nn.Module, copies: dict[nn.Module, nn.Module]
 ) -> Installation:
     """Run steps 8 to 12: finish all blocks, and install their programs. Collective over a mesh.
 
@@ -128,7 +128,7 @@ def install_programs(
         block = model.get_submodule(proven_block.names[0])
         matched = proven_block.finish(block, plan)  # steps 8 to 11
         program = _install_program(model, copies, matched, plan, proven.axis)  # step 12
-        if guard := _find_failed_guard(program, matched, block):
+        if guard := _describe_failed_guard(program, matched, block):
             failed_guards[matched.names[0]] = guard
         reports.append(build_report(matched, program, block))
     if proven.axis is None:
@@ -140,7 +140,7 @@ def install_programs(
     return Installation(survey, tuple(reports), tuple(gradients), failed_guards)
 
 
-def preview_programs(model: nn.Module, proven: AgreedProof) -> Installation:
+def preview_programs(model: nn.Module, proven: ModelProof) -> Installation:
     """Finish all blocks, and build their programs without installing them. Collective over a mesh."""
     survey, plan, gradients = proven.survey, proven.plan, ()
     if proven.axis is None:
@@ -179,7 +179,7 @@ def _survey_and_decide(model: nn.Module, example_inputs: Any, plan: Plan, mesh: 
         is_whole = mesh.size() == world.get_world_size()
         decision = decide(gather_by_rank(mesh, facts), world.get_rank(), mesh, is_whole=is_whole)
     matched = tuple(
-        dataclasses.replace(m, result=reapply_checkpoint(model.get_submodule(m.names[0]), m.result, decision.plan))
+        dataclasses.replace(m, result=rerun_from_checkpoint(model.get_submodule(m.names[0]), m.result, decision.plan))
         for m in survey.matched
     )
     return dataclasses.replace(survey, matched=matched), decision
@@ -194,7 +194,7 @@ def _summarize(survey: Survey) -> str:
     return "; ".join(lines) or "none"
 
 
-def _lay_out_experts(model: nn.Module, proven: AgreedProof) -> Survey:
+def _lay_out_experts(model: nn.Module, proven: ModelProof) -> Survey:
     """Return the survey with the layout of each block's experts over the mesh, if there is one.
 
     Raises:
@@ -251,8 +251,8 @@ def _build_program(matched: MatchedBlock, block: nn.Module) -> Program:
     )
 
 
-def _find_failed_guard(program: Program, matched: MatchedBlock, block: nn.Module) -> str:
-    """Return the first guard of a program that the example's own call fails, or ""."""
+def _describe_failed_guard(program: Program, matched: MatchedBlock, block: nn.Module) -> str:
+    """Return the first guard of a program that the example's own call fails, in words; "" if it fails none."""
     named = make_signature_binder(block)(*matched.call.args, **matched.call.kwargs)
-    index = program.find_failed_guard(block, flatten_arguments(named, program.objects))
-    return "" if index < 0 else str(program.guards[index])
+    guard = program.find_failed_guard(block, flatten_arguments(named, program.objects))
+    return "" if guard is None else str(guard)

@@ -32,7 +32,7 @@ def prove(proof: ProofState) -> Match:
     """Prove the canonical form of a block.
 
     `check_first_captures` and `merge_groups` refuse blocks, too, but are no probes: `build_match`, `explain_drops` and
-    the rewrite repeat their checks for all captures. They only save the time of the steps in between.
+    the rewrite repeat their checks for all captures. They make refusals faster.
 
     Raises:
         Refused: no canonical form exists, or a routing, a branch or a size changes the form and no guard can exclude
@@ -71,7 +71,8 @@ def align_with_richest(proof: ProofState) -> None:
 
     richest = max(range(len(proof.evidence.forms)), key=richness)
     best = proof.evidence.forms[richest]
-    # poorer captures dropped all second choices, or no token or all tokens chose an identity expert
+    # A capture has fewer slots if it dropped every second choice. It has other shared summands if no token, or every
+    # token, chose an identity expert.
     proof.evidence.replace_forms(
         [
             proof.aligner.lift_with_hint(form.capture, best)

@@ -10,8 +10,8 @@
     back   = all_to_all_back(y)
     out    = wait_sums(back, send)                       sums by token
 
-With `dedup`, a token travels once to each rank that holds one of its experts, because experts gather by index. Without
-(`flat`, as in X-MoE), it travels once for each slot. The sender drops slots by capacity or mask.
+With `dedup`, a token travels once to each rank that holds one of its experts, because experts gather by index. With
+`flat` (X-MoE) it travels once for each slot. The sender drops slots by capacity or mask.
 
 Over several levels of a topology there is one hop at each level (X-MoE section 4.2, RBD). A pilot of the token goes to
 each node, to the rank with the sender's number in its own node, which forwards it to the node's ranks. The sums return
@@ -63,7 +63,7 @@ def insert_collectives(
         stacked: names of the parameters that hold all experts in one tensor, a DTensor. Of separate parameters, a rank
             holds those of its own experts only.
         trained: names of the parameters with gradients.
-        sampler_number: that of the block, see `ir.ops.parameter_samples`.
+        sampler_number: the number of the block's sampler, see `ir.ops.parameter_samples`.
     """
     block = block.copy()
     routed = RoutedRegion.of(block)

@@ -178,7 +178,7 @@ class _StateAccess:
 
 
 def _overlap(names: frozenset[str], others: frozenset[str]) -> bool:
-    """Return whether a name in one set is also in the other one, or that of a part of it."""
+    """Return whether a name in one set is also in the other one, or names a part of one, or holds one."""
     return not names.isdisjoint(others) or any(
         a.startswith(f"{b}.") or b.startswith(f"{a}.") for a in names for b in others
     )

@@ -25,8 +25,8 @@ def split_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> 
     tensor = _find_batched_tensor(args, kwargs)
     if tensor is None:
         raise InvalidInput(
-            "step() needs the model's inputs on every rank: all stages compute masks and positions from them. Ranks of "
-            "one pipeline pass the same inputs"
+            "a pipeline needs the model's inputs on every rank: all stages compute masks and positions from them. "
+            "Ranks of one pipeline pass the same inputs"
         )
     batch = len(tensor)
     if batch % number or not batch:

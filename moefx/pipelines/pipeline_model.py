@@ -145,8 +145,9 @@ class Pipeline(nn.Module):
                 check_batch(args, kwargs, self.planned_batch)
             if needs_target and self._last_stage is not None:
                 if target is None:
+                    call = "step" if trains else "evaluate"
                     raise InvalidInput(
-                        "step(..., target=) is missing on a rank of the last stage: pass it on every rank"
+                        f"{call}(..., target=) is missing on a rank of the last stage: pass it on every rank"
                     )
                 targets = split_tree(target, batch, self._order.microbatches, "the target")
             seen = {

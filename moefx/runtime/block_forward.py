@@ -142,8 +142,7 @@ class BlockForward:
             raise AbsorbedModuleChanged(
                 f"{self._shown_name} failed ({summarize_error(error)}), because {replaced} was removed, or has "
                 "another shape, dtype or class than when it was compiled. The call may have drawn random numbers, "
-                "changed state or run hooks before, so moefx does not run it a second time. Further calls take the "
-                "change into account: call again"
+                "changed state or run hooks before, so moefx does not run it a second time: call again"
             ) from error
         return True
 

@@ -77,8 +77,8 @@ class BlockPrograms:
             installed.absorbed.check(self.name)
             if not installed.is_valid():
                 why = installed.describe_mismatch()
-            elif (index := installed.find_failed_guard(self.block, leaves)) >= 0:
-                why = str(installed.program.guards[index])
+            elif (guard := installed.find_failed_guard(self.block, leaves)) is not None:
+                why = str(guard)
             else:
                 return installed
             self.counts.last_failed_guard = why
@@ -88,7 +88,7 @@ class BlockPrograms:
     def find_traced(self, call: Specialization, leaves: Leaves) -> InstalledProgram | None:
         """Find the program for a call that Dynamo traces, which turns these checks into guards."""
         for installed in self.installed:
-            if installed.program.key.admits(call) and installed.find_failed_guard(self.block, leaves) < 0:
+            if installed.program.key.admits(call) and installed.find_failed_guard(self.block, leaves) is None:
                 return installed if installed.program.unchanged(self.block) else None
         return None
 
@@ -104,8 +104,8 @@ class BlockPrograms:
         conditions = []
         for installed in self.installed if leaves else []:
             if installed.program.key.admits(call):
-                index, guards = installed.find_failed_guard(self.block, leaves), installed.program.guards
-                conditions += [guards[index].condition] if index >= 0 and guards[index].one_way else []
+                guard = installed.find_failed_guard(self.block, leaves)
+                conditions += [guard.condition] if guard is not None and guard.one_way else []
         return tuple(conditions)
 
     def move_to_front(self, first: Collection[InstalledProgram]) -> None:

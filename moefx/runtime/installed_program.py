@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..ir.argument_binding import Leaves
+from ..ir.argument_binding import Guard, Leaves
 from ..ir.guards.attribute_reads import AttributeLocation, find_owner, read_value
 from ..ir.guards.stored_values import StoredForward, belongs_to_block, snapshot
 from ..ir.shared_memory import find_overlap
@@ -63,8 +63,8 @@ class InstalledProgram:
         modules = [module for value in values if isinstance(value, nn.Module) for module in value.modules()]
         return self.program.is_repeatable and not any(m._forward_hooks or m._forward_pre_hooks for m in modules)
 
-    def find_failed_guard(self, block: nn.Module, leaves: Leaves) -> int:
-        """Return the index of the first guard that a call fails, or -1."""
+    def find_failed_guard(self, block: nn.Module, leaves: Leaves) -> Guard | None:
+        """Return the first guard that a call fails; None if it fails none."""
         return self.program.find_failed_guard(block, leaves)
 
     def describe_mismatch(self) -> str:

@@ -104,9 +104,12 @@ class Program:
         source = f"def unchanged(self):\n    return {' and '.join(tests)}\n"
         return graph_codegen.compile_source(source, scope, "unchanged", f"{self.history.name} attributes")
 
-    def find_failed_guard(self, block: Any, leaves: Leaves) -> int:
-        """Return the index of the first guard that a call with these leaves fails, or -1."""
-        return -1 if self.guard is None else self.guard(block, *[leaves[i][1] for i in self.leaf_indices])
+    def find_failed_guard(self, block: Any, leaves: Leaves) -> Guard | None:
+        """Return the first guard that a call with these leaves fails; None if it fails none."""
+        if self.guard is None:
+            return None
+        index = self.guard(block, *[leaves[i][1] for i in self.leaf_indices])
+        return None if index < 0 else self.guards[index]
 
     @property
     def objects(self) -> tuple[Path, ...]:

@@ -67,7 +67,7 @@ class ProgramRequests:
             return ""
         programs, is_traced = self.block_programs, args is None
         request = call, programs.find_blocking_conditions(call, leaves)
-        if (reason := self._find_settled(request, is_traced)) is not None:
+        if (reason := self._find_earlier_answer(request, is_traced)) is not None:
             return reason
         with compile_lock():
             if args is not None and len(programs.installed) > known:
@@ -75,7 +75,7 @@ class ProgramRequests:
                 if isinstance(installed, InstalledProgram):  # another thread has compiled it
                     return installed
             request = call, programs.find_blocking_conditions(call, leaves)
-            if (reason := self._find_settled(request, is_traced)) is not None:
+            if (reason := self._find_earlier_answer(request, is_traced)) is not None:
                 return reason
             if leaves and not request[1] and programs.find_valid(call):
                 self.answered.add(request)  # another proof would fail at the same guard
@@ -89,7 +89,7 @@ class ProgramRequests:
             programs.add(program)
             return programs.find(call, leaves) if args is not None else ""
 
-    def _find_settled(self, request: _Request, is_traced: bool) -> str | None:
+    def _find_earlier_answer(self, request: _Request, is_traced: bool) -> str | None:
         """Return the reason why a request is not made, or not made again; None if it may be made."""
         if request in self.answered:
             return ""

@@ -146,14 +146,14 @@ def verify(
         sets = _check_inputs(compiled, reference, inputs)
     except InvalidInput as error:
         if shares is not None:
-            shares.check_agreement(f"{type(error).__name__}: {error}")
+            shares.check_same_settings(f"{type(error).__name__}: {error}")
         raise
     if shares is not None:
         settings = {
             "sets of inputs": len(sets), "seeds": len(seeds), "dtype": dtype, "grads": grads, "routings": routings,
             "token_counts": token_counts, "modes": modes,
         }  # fmt: skip
-        shares.check_agreement(", ".join(f"{setting}: {value}" for setting, value in settings.items()))
+        shares.check_same_settings(", ".join(f"{setting}: {value}" for setting, value in settings.items()))
         shares.check_tokens(sets)
     if recipes and not find_rewritten_blocks(compiled):
         backend = find_backend()

@@ -75,7 +75,7 @@ def test_tied_names_of_all_ranks_are_merged():
 
 def test_ranks_with_another_plan_are_named():
     exchange = PartExchange({}, RankGroup(None), CPU)
-    exchange.check_agreement(["one file"])
+    exchange.check_same_plan(["one file"])
     exchange.ranks = SimpleNamespace(ranks=[4, 5, 6], gather=lambda digest: [digest, "another", digest])
     with pytest.raises(MoefxError, match=r"ranks \[5\] would write other files than rank 4"):
-        exchange.check_agreement(["one file"])
+        exchange.check_same_plan(["one file"])

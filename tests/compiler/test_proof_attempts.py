@@ -201,7 +201,7 @@ def catch(function, *args):
 
 PROOF = object()
 RESTRICTIONS = (SizeGuard("S", "lt", "32", True),)
-OPTIONS = [("one", LiftOptions(symbolic=True)), ("two", LiftOptions(cut_preference="any"))]
+OPTIONS = [("one", LiftOptions(keeps_comparisons=True)), ("two", LiftOptions(cut_preference="last_node"))]
 NO, OTHER = Refused("no"), Refused("other")
 ASSERTION = catch(raise_error, AssertionError("no"))
 FAILING_OP = RuntimeError("no")  # without a frame of the program
@@ -252,7 +252,7 @@ def test_other_sizes_follow_a_proof_that_does_not_hold_for_the_example(monkeypat
     assert [attempt.arguments.variant_offset for attempt in ran] == [0, 0, 0, 1] and ran[3].name.endswith(
         "two, other sizes"
     )
-    assert [attempt.options.cut_preference for attempt in ran] == ["", "any", "any", ""]
+    assert [attempt.options.cut_preference for attempt in ran] == ["first", "last_node", "last_node", "first"]
     result, ran = prove(monkeypatch, [fail(NO, failed=RESTRICTIONS), fail(OTHER), fail(OTHER)])
     assert result is NO and len(ran) == 3
 

@@ -110,7 +110,7 @@ def case_mistakes_after_the_first_step() -> None:
             IDS[:, : 2 + stage],
             IDS,
         ),
-        ("step() needs the model's inputs on every rank", None if number else IDS, IDS),
+        ("a pipeline needs the model's inputs on every rank", None if number else IDS, IDS),
     ):
         start = time.monotonic()
         inputs = () if ids is None else (ids,)

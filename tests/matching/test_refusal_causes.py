@@ -150,7 +150,8 @@ class Channels(nn.Module):
 
 
 def test_rows_of_channels_are_accepted():
-    moefx.compile(Channels(), example_inputs=(torch.randn(9, 12, 4),))
+    compiled = moefx.compile(Channels(), example_inputs=(torch.randn(9, 12, 4),))
+    assert len(moefx.blocks(compiled)) == 1
 
 
 VIEWS = {

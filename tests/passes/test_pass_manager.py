@@ -306,7 +306,7 @@ class TestPassBehindCheckpoint:
     def test_passes_run_again_if_the_planner_changes_the_policy(self):
         block = Loop(Mlp)
         result = block_compiler.rewrite_block(block, "", (torch.randn(24, 6),), {}, Plan(checkpoint="h"))
-        again = block_compiler.reapply_checkpoint(block, result, Plan(checkpoint="x"))
+        again = block_compiler.rerun_from_checkpoint(block, result, Plan(checkpoint="x"))
         assert again.history.passes == result.history.passes == ("rewrite_block", "fuse", "checkpoint", "count-nodes")
         assert 'keep="h"' in str(result.graph) and 'keep="x"' in str(again.graph)
 

@@ -192,7 +192,7 @@ def _prove(analysis: GraphAnalysis, region: ExtractedRegion, plan: Plan) -> Cach
                 remedy="make the first call with other sizes, or compile with dynamic=False" if is_dynamic else numbers,
             ) from error
         if len({e for group in result.match.groups for e in group.ids}) == 1:
-            # The condition for using a single expert may match by chance.
+            # A selection of one expert is usually a mask, not a routing.
             reason = "it contains one expert only, and does not form a mixture with the others"
             raise Refused(reason, source=region.source)
         verdict = _check_numerically(analysis, region, result, plan)  # step 7

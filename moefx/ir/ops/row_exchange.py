@@ -61,7 +61,8 @@ class _RowColumns(NamedTuple):
     """The columns of a row, without the local ids.
 
     Attributes:
-        token_values: of the token. slot_values: of each slot. width: J, the number of slots of a row.
+        token_values: columns with one value for each token. slot_values: columns with one for each slot. width: J, the
+            number of slots of a row.
     """
 
     token_values: list[Column]

@@ -265,7 +265,7 @@ class IntegerRanges:
                 whole = whole if dtype is None else whole.to(dtype)
                 return whole.contiguous() if is_reshaped else whole
 
-            kwargs = {k: v for k, v in node.kwargs.items() if k not in ("device", "dtype")}  # see `_wrap`
+            kwargs = {k: v for k, v in node.kwargs.items() if k not in ("device", "dtype")}  # all in int64 first
             args, kwargs = fx.node.map_arg((node.args, kwargs), bound)
             result = node.target(*args, **kwargs)
             return (result[0] if isinstance(result, tuple) else result).to(dtype or torch.int64)

@@ -48,7 +48,7 @@ class _Residual:
 
     Attributes:
         shared, unrouted_value: those of the canonical form.
-        rows: the other summands, by token. Those of identity experts are assigned to slots.
+        rows: summands without expert parameters, by token. `_assign_slots` moves those of identity experts to slots.
     """
 
     shared: list[NodeRef]

@@ -7,7 +7,7 @@ from typing import Literal
 
 from ..facts.graph_nodes import Line
 
-CutPreference = Literal["", "write", "any"]
+CutPreference = Literal["first", "last_write", "last_node"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,17 +15,17 @@ class LiftOptions:
     """One interpretation of a program.
 
     Attributes:
-        symbolic: comparisons of floats are part of activations, see `Semantics`.
+        keeps_comparisons: comparisons of floats stay part of activations, see `Semantics`.
         opaque_lines: lines whose nodes stay opaque, see `Semantics`.
-        cut_preference: "" takes the first complete sum. "write" prefers the last write, "any" the last node, on any
-            line: rows of tokens without an expert may be written after the experts.
+        cut_preference: which complete sum is the routed sum. "last_write" prefers the last write, "last_node" the last
+            node, on any line: rows of tokens without an expert may be written after the experts.
         weights_per_slot: read no weight from a node with one value per token and expert.
         align_to_last: read each value from the last node that fits, regardless of the hint; by default from the first.
     """
 
-    symbolic: bool = False
+    keeps_comparisons: bool = False
     opaque_lines: frozenset[Line] = frozenset()
-    cut_preference: CutPreference = ""
+    cut_preference: CutPreference = "first"
     weights_per_slot: bool = False
     align_to_last: bool = False
 

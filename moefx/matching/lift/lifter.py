@@ -184,13 +184,7 @@ class Lifter:
             return explain_overwrite(cut)
         if refusal.source:
             return refusal
-        return Refused(
-            refusal.reason,
-            culprits=refusal.culprits,
-            source=str(cut.meta["source"]),
-            remedy=refusal.remedy,
-            cause=refusal.cause,
-        )
+        return refusal.replace(source=str(cut.meta["source"]), remedy=refusal.remedy)
 
     def _are_listed(self) -> bool:
         """Return whether some experts are in a list or dictionary of modules."""
@@ -216,8 +210,8 @@ class Lifter:
 
         def rank(candidate: tuple[int, int, fx.Node]) -> tuple:
             rows, position, n = candidate
-            if self.options.cut_preference:
-                return rows, self.options.cut_preference == "write" and is_pointwise(n.target), -position
+            if self.options.cut_preference != "first":
+                return rows, self.options.cut_preference == "last_write" and is_pointwise(n.target), -position
             is_elsewhere = line(n) != preferred
             order = position if is_elsewhere else -position
             return self.hint is not None and is_elsewhere, rows, is_elsewhere, order

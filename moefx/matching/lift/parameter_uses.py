@@ -59,7 +59,9 @@ class ParameterUses:
         self.block, self.capture = block, capture
         tables = [table for group in hint.groups for table in group.tables] if hint is not None else []
         self.split_axes = {part.fqn: part.axes for table in tables for part in table.values()}
-        self.semantics = Semantics(capture.nodes, capture.concrete_value, options.symbolic, options.opaque_lines)
+        self.semantics = Semantics(
+            capture.nodes, capture.concrete_value, options.keeps_comparisons, options.opaque_lines
+        )
         self.terms = self.semantics.terms
         self.children, self.nested = find_siblings(block), number_nested_modules(block)
         results = [capture.out, *[e.node for e in capture.effects if e.kind != "state"]]

@@ -145,7 +145,9 @@ def _find_constant_numbers(proof: ProofView) -> dict[OpSite, str]:
             is_joint = _joins_tests(n)
             if not (_is_function_of_elements(n) or is_token_number or is_count_function or is_joint):
                 continue
-            if is_chosen_test(n) and _find_outcomes(form.capture, n, by) == {get_op_name(n) in ("gt", "ge", "ne")}:
+            if is_chosen_test(n) and _list_possible_outcomes(form.capture, n, by) == {
+                get_op_name(n) in ("gt", "ge", "ne")
+            }:
                 continue
             # runs of a loop that compute other numbers of choices: `for pair in pairs: (ids == pair).all(-1)`
             computation = hash_without_sizes(n) if is_token_number and not _tests_one_choice(n) else 0
@@ -153,7 +155,7 @@ def _find_constant_numbers(proof: ProofView) -> dict[OpSite, str]:
             observation = observations.setdefault(number, _Observation())
             if len(observation.outcomes) > 1:
                 continue
-            observation.outcomes |= _find_outcomes(form.capture, n, by)
+            observation.outcomes |= _list_possible_outcomes(form.capture, n, by)
             observation.is_joint = is_joint and not is_token_number
             for i, a in enumerate(_find_value_operands(by)):
                 seen = find_extremes(form.capture, a)
@@ -182,7 +184,7 @@ def _is_constant(proof: ProofView, number: _Number) -> bool:
             if n.op == "call_function" and OpSite.locate(n) == number.site:
                 is_other_run = number.computation and hash_without_sizes(n) != number.computation
                 is_tensor = isinstance(n.meta.get("val"), torch.Tensor)
-                seen |= _find_outcomes(form.capture, n, n) if is_tensor and not is_other_run else set()
+                seen |= _list_possible_outcomes(form.capture, n, n) if is_tensor and not is_other_run else set()
     return len(seen) <= 1
 
 
@@ -194,7 +196,7 @@ def _describe_outcome(seen: Any) -> str:
     return f"a number that is {seen:g} for few tokens"
 
 
-def _find_outcomes(capture: Capture, n: fx.Node, by: fx.Node) -> set[Any]:
+def _list_possible_outcomes(capture: Capture, n: fx.Node, by: fx.Node) -> set[Any]:
     """Return two of a node's values, or the only one. For indices (`argsort`), return up to two of its rows."""
     extremes = find_extremes(capture, n)
     if n.meta["val"].dtype is torch.bool:

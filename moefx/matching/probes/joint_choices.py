@@ -132,7 +132,7 @@ def _learn_tests(proof: ProofView) -> dict[_TestKey, _Selection]:
 
     def learn(form: CanonicalForm) -> None:
         if not form.capture.interventions and MAX_OTHER_SIZE < form.capture.sizes.tokens <= len(form.ids):
-            for key, is_passed in _find_outcomes(form, proof.num_experts):
+            for key, is_passed in _find_passing_tokens(form, proof.num_experts):
                 passing.setdefault(key, []).extend(form.list_choices()[is_passed].tolist())
 
     for form in proof.evidence.forms:
@@ -152,7 +152,7 @@ def _find_common(rows: list[list[int]]) -> _Selection:
     return _Selection(by_slot, frozenset(set.intersection(*map(set, rows)) - {*by_slot.values()}))
 
 
-def _find_outcomes(form: CanonicalForm, num_experts: int) -> Iterator[tuple[_TestKey, torch.Tensor]]:
+def _find_passing_tokens(form: CanonicalForm, num_experts: int) -> Iterator[tuple[_TestKey, torch.Tensor]]:
     """Yield the tests of a capture, and which tokens pass each, bool [T]: the minority.
 
     A line that tests as many numbers as there are experts is a loop over experts, and no test of several choices.

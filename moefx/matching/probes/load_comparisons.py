@@ -103,11 +103,11 @@ def vary_loads(proof: ProofView) -> None:
         made_captures = [captured for captured in captures if captured is not None]
         comparisons = {**_find_comparisons(proof), **comparisons}
         _add_exact_loads(proof, side, comparisons)
-        outcomes = _find_outcomes(proof, side)
+        outcomes = _collect_read_values(proof, side)
         for comparison in comparisons.values():
             _force_large_load(proof, comparison, made_captures[-1:] + made_captures[:1], outcomes)
         bases += made_captures[-1:]
-    outcomes = _find_outcomes(proof, None)
+    outcomes = _collect_read_values(proof, None)
     for comparison in comparisons.values():
         _force_large_load(proof, comparison, [first], outcomes)
     _force_all_large(proof, [c for c in comparisons.values() if c.limit is not None], bases)
@@ -221,7 +221,7 @@ def _compare_sizes(proof: ProofView, sizes: dict[str, int]) -> tuple[bool, ...]:
     )
 
 
-def _find_outcomes(proof: ProofView, side: _Side | None) -> dict[_Calls, set[Any]]:
+def _collect_read_values(proof: ProofView, side: _Side | None) -> dict[_Calls, set[Any]]:
     """Return the values of Python's reads by call site, on one side or on all."""
     outcomes: dict[_Calls, set[Any]] = {}
     for form in proof.evidence.forms:

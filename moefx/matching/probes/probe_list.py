@@ -38,7 +38,7 @@ COVERAGE = (
 )
 # Each probe shows what no capture has shown: other outcomes, values or sizes. Some only add a guard.
 INTERVENTIONS = (
-    Probe(leave_experts_idle, "a refusal of programs that only ask which experts the ids of a call leave idle"),
+    Probe(leave_experts_idle, "a refusal of programs that only ask which experts no id selects"),
     _FLIP,
     _MIX,
     Probe(separate_selections, "a second choice that equals the first one in all captures"),

@@ -26,7 +26,7 @@ class EvidenceAligner:
 
     Args:
         evidence: is read, and replaced if all captures have to be lifted again.
-        options: those of the first lift. Later lifts have the options of the first form.
+        options: how the first lift reads the program. Later lifts have the options of the first form.
     """
 
     def __init__(self, block: nn.Module, evidence: Evidence, options: LiftOptions):

@@ -28,11 +28,11 @@ from .evidence_aligner import EvidenceAligner
 from .size_choice import SizeChoice
 
 _MIN_TOKENS = 29  # of the first capture
-_MAX_GROWTH = 20  # nodes of a capture with forced outcomes, in captures without
+_MAX_GROWTH = 20  # limit on the nodes of a forced capture, as a multiple of those of the reference
 
 
 class ProofState:
-    """The state that `prove` works on, and the probes through a `ProofView`.
+    """The state of one proof. `prove` uses all of it, probes use the part in `ProofView`.
 
     Args:
         max_experts: an upper bound on the number of experts, which decides the number of tokens of captures.

@@ -61,18 +61,18 @@ class Semantics:
     Args:
         nodes: the nodes of the capture.
         concrete_value: returns a node's values under the routing of the capture.
-        symbolic: treat comparisons (see `find_conditions`) as part of an activation: they become terms. By default
-            they have their values under this routing, as if they selected experts.
+        keeps_comparisons: treat comparisons (see `find_conditions`) as part of an activation: they become terms. By
+            default they have their values under this routing, as if they selected experts.
         opaque_lines: lines whose nodes are opaque.
     """
 
     def __init__(
-        self, nodes: list[fx.Node], concrete_value: Callable[[fx.Node], torch.Tensor], symbolic: bool = False,
+        self, nodes: list[fx.Node], concrete_value: Callable[[fx.Node], torch.Tensor], keeps_comparisons: bool = False,
         opaque_lines: frozenset[Line] = frozenset(),
     ):  # fmt: skip
         self.terms = Terms()
         self.nodes, self.concrete_value, self.opaque_lines = nodes, concrete_value, opaque_lines
-        self.conditions = find_conditions(nodes) if symbolic else set()
+        self.conditions = find_conditions(nodes) if keeps_comparisons else set()
         self._term_by_node: dict[fx.Node, Term] = {}
 
     def get_term(self, node: fx.Node) -> Term:

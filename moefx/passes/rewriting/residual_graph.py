@@ -179,7 +179,7 @@ class ResidualGraph:
         )
 
     def _emit_size(self, aligned: AlignedNodes, values: list[torch.Tensor]) -> fx.Node | None:
-        """Emit a tensor of a size or a number computed from sizes: `torch.tensor(x.shape[0])`. None if it is none."""
+        """Emit a tensor of a number that follows from sizes: `torch.tensor(x.shape[0])`. None for other numbers."""
         if any(v.dim() or int(v) != v for v in values):
             return None
         points = [(sizes, int(v)) for sizes, v in zip(self.match.sizes, values, strict=True)]
@@ -190,7 +190,7 @@ class ResidualGraph:
 
     def _emit_load(self, aligned: AlignedNodes, values: list[torch.Tensor]) -> fx.Node | None:
         """Emit the number of tokens of each expert, which Python counted: `tensor([len(rows) for rows in ...])`. None
-        if it is none."""
+        for other numbers."""
         if values[0].dim() != 1:
             return None
         index, E = self.match.forms[0].expert_index, len(values[0])
