@@ -87,7 +87,8 @@ def _prove_candidates(
         ]
         if not open_selections or _overlaps(name, rewritten_names):
             continue
-        if _passes_to_refused(name, {r.name for i in open_selections for r in refusals[i]}, candidates):
+        refused_names = {refusal.name for i in open_selections for refusal in refusals[i]}
+        if any(_adds_nothing(name, inner, modules, candidates) for inner in refused_names):
             continue
         try:
             proven = prove_equal_modules(name, modules, candidates, plan)
@@ -116,9 +117,18 @@ def _priority(name: str, modules: dict[str, nn.Module], candidates: BlockCandida
     return not expert_like, _receives_expert_index(name, candidates), sum(p.numel() for p in modules[name].parameters())
 
 
-def _passes_to_refused(name: str, refused_names: set[str], candidates: BlockCandidates) -> bool:
-    outer, calls = candidates.calls.get(name), candidates.calls
-    return outer is not None and any(calls[inner].is_passed_on_by(outer) for inner in refused_names if inner in calls)
+def _adds_nothing(outer: str, inner: str, modules: dict[str, nn.Module], candidates: BlockCandidates) -> bool:
+    """Return whether a module owns nothing but another one, and only passes its arguments on to it."""
+
+    def list_owned(name: str) -> set[int]:
+        module = modules[name]
+        return {id(part) for part in (*module.modules(), *module.parameters(), *module.buffers())}
+
+    calls = candidates.calls
+    if outer not in calls or inner not in calls or not calls[inner].is_passed_on_by(calls[outer]):
+        return False
+    enclosing = {id(m) for n, m in modules.items() if inner == n or inner.startswith(f"{n}.") or not n}
+    return list_owned(outer) <= list_owned(inner) | enclosing
 
 
 def _receives_expert_index(name: str, candidates: BlockCandidates) -> bool:

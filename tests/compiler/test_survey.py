@@ -149,9 +149,18 @@ class Wrapper(nn.Module):
         return self.change(x, self.block(x))
 
 
+class Owner(Wrapper):
+    """Own a parameter beside the block, which the block may use through a list or a closure."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(D))
+
+
 @pytest.mark.parametrize(
     ("model", "proven"),
     [
+        (Owner(), ["block", ""]),
         (nn.Sequential(AddsUp()), ["0"]),
         (Wrapper(), ["block"]),
         (nn.Sequential(Wrapper()), ["0.block"]),

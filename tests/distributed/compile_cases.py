@@ -188,7 +188,11 @@ def case_invalid_axes_raise() -> None:
             return self.mixed(x, w, ids) + x * (w * (ids >= world)).sum(-1, keepdim=True)
 
     check_refused(
-        Refused, f"up holds {2 * world} experts, {world} of them", WithSpare(), mesh=flat, example_inputs=inputs
+        Refused,
+        f"up holds {2 * world} experts, but the block uses {world}",
+        WithSpare(),
+        mesh=flat,
+        example_inputs=inputs,
     )
 
     class WithDropout(Loop):

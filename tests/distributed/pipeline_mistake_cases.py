@@ -100,8 +100,8 @@ def case_mistakes_after_the_first_step() -> None:
     pipe = build(Decoder("gated", "joined"), mesh)
     loss, stage, number = pipe.step(IDS, target=IDS), mesh["pp"].get_local_rank(), mesh["ep"].get_local_rank()
     for text, ids, target in (
-        ("step(..., target=) is missing", IDS, None),
-        ("step(..., target=) is missing", IDS, None if stage and number else IDS),
+        ("(..., target=) is missing", IDS, None),
+        ("(..., target=) is missing", IDS, None if stage and number else IDS),
         ("the target has the shape [24], and the batch is 8", IDS, IDS.flatten() if stage else IDS),
         ("the batch of 6 cannot be cut into microbatches=4", IDS[: 8 - 2 * stage], IDS),
         ("the batch of 6 cannot be cut into microbatches=4", IDS[: 8 - 2 * number], IDS),
