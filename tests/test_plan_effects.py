@@ -136,7 +136,11 @@ def test_sizes_that_no_layout_has_raise(layout, text):
     [
         (dict(ep=1), make_mesh(dp=4), "experts on every rank"),
         (dict(ep=1), None, "2 pipeline stages, and compile does not split a model"),
-        (dict(pp=1), None, "spreads the experts over 4 ranks, and there is no mesh"),
+        (
+            dict(pp=1),
+            None,
+            "compile got no mesh, but the planner's layout spreads the experts over 4 ranks",
+        ),
         (dict(), make_mesh(ep=4, tp=2), r"pp=2 \(1 in the mesh\)"),
         (dict(), make_mesh(pp=2, ep=4), r"tp=2 \(1 in the mesh\)"),
         (dict(), make_mesh(pp=4, ep=4, tp=2), r"pp=2 \(4 in the mesh\)"),

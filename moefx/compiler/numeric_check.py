@@ -108,11 +108,18 @@ def _compile_kernels(block: nn.Module, result: BlockRewrite, program: Call, few_
     """
     if find_device(block).type != "cuda":
         return
+
+    def compile_for(inputs: Inputs) -> None:
+        execute(make_sandbox(block, Casts(None)), inputs, RunOptions(), call=program)
+
     with op_providers.compile_ahead() as is_useful:
-        for inputs in (few_tokens, _make_many_tokens(block, result, _TRAINING_TOKENS)) if is_useful else ():
-            with contextlib.suppress(Exception):  # the check reports its errors; many tokens may not fit in memory
-                if inputs is not None:
-                    execute(make_sandbox(block, Casts(None)), inputs, RunOptions(), call=program)
+        if not is_useful:
+            return
+        with contextlib.suppress(Exception):  # the check reports its errors
+            compile_for(few_tokens)
+        with contextlib.suppress(Exception):  # they may not fit in memory
+            if (many_tokens := _make_many_tokens(block, result, _TRAINING_TOKENS)) is not None:
+                compile_for(many_tokens)
 
 
 def find_nonfinite(block: nn.Module) -> tuple[str, str] | None:
@@ -142,13 +149,12 @@ def _make_random_arguments(block: nn.Module, result: BlockRewrite) -> Inputs:
     """Make random arguments for the numeric check: a few tokens, on the device of the weights."""
     arguments, guards = result.match.arguments, result.match.guards
     candidate_sizes = [arguments.choose_sizes(tokens) for tokens in (24, 12, 48, 6, 96)] + result.match.sizes
-    return _fill_arguments(
-        block, result, next((s for s in candidate_sizes if all(g.holds(s) for g in guards)), candidate_sizes[0])
-    )
+    sizes = next((s for s in candidate_sizes if all(g.holds(s) for g in guards)), candidate_sizes[0])
+    return _fill_arguments(block, result, sizes)
 
 
 def _make_many_tokens(block: nn.Module, result: BlockRewrite, tokens: int, similar: bool = False) -> Inputs | None:
-    """Make random arguments of at least `tokens` tokens. Returns None if the rewrite does not hold for so many.
+    """Make random arguments of `tokens` tokens or a few more; None if the guards exclude this number.
 
     Args:
         similar: make most tokens similar, so that some experts get hundreds.

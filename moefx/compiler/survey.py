@@ -127,7 +127,7 @@ def _adds_nothing(outer: str, inner: str, modules: dict[str, nn.Module], candida
     calls = candidates.calls
     if outer not in calls or inner not in calls or not calls[inner].is_passed_on_by(calls[outer]):
         return False
-    enclosing = {id(m) for n, m in modules.items() if inner == n or inner.startswith(f"{n}.") or not n}
+    enclosing = {id(m) for n, m in modules.items() if inner.startswith(f"{n}.") or not n}
     return list_owned(outer) <= list_owned(inner) | enclosing
 
 

@@ -142,7 +142,7 @@ def check_layout(plan: Plan, mesh: Any) -> None:
         )
     if mesh is None and (ranks := counts.get("ep", 1)) > 1:
         raise InvalidPlan(
-            f"the planner's layout spreads the experts over {ranks} ranks, and there is no mesh: pass "
+            f"compile got no mesh, but the planner's layout spreads the experts over {ranks} ranks: pass "
             f"mesh=init_device_mesh(device_type, **entry.mesh), or {_advise_without(counts, 'ep')}"
         )
     if mesh is not None:

@@ -227,8 +227,8 @@ def _compute_loss(loss: Callable[[Any], Tensor], output: Any) -> Tensor:
         raise InvalidInput(f"verify: loss(output) returned a {type(value).__name__}, expected a tensor")
     if not value.requires_grad and any(isinstance(t, Tensor) and t.requires_grad for _, t in leaves(output)):
         raise InvalidInput(
-            "verify: loss(output) returned a tensor that requires no gradient, so there are no gradients to compare: "
-            "compute it from the output without detach() and item(), or pass grads=False"
+            "verify cannot compare gradients: the tensor from loss(output) requires none. Compute it from the output "
+            "without detach() and item(), or pass grads=False"
         )
     return value
 

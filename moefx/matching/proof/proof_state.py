@@ -28,7 +28,7 @@ from .evidence_aligner import EvidenceAligner
 from .size_choice import SizeChoice
 
 _MIN_TOKENS = 29  # of the first capture
-_MAX_GROWTH = 20  # limit on the nodes of a forced capture, as a multiple of those of the reference
+_MAX_GROWTH = 20  # a forced capture has at most 20 times the nodes of the reference
 
 
 class ProofState:
